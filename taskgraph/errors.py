@@ -7,7 +7,8 @@ message what to do. Users read `str(error)`.
     ├── JobError            the job or the call is wrong: fix the driver, the graph, or the arguments
     │   ├── GraphError          a channel, neighbor, processor or put that does not fit the graph
     │   ├── ValueNotEncodable   a value that cannot travel
-    │   ├── StateError          state changed outside a sync point, or forgotten by snapshot()
+    │   ├── StateError          state changed outside a sync point, forgotten by snapshot(), or unlike that of others
+    │   ├── StepError           a step of an elastic job whose parts, rounds or calls do not fit
     │   ├── FingerprintMismatch a node runs another driver, or another version of it
     │   └── JobRunning          a job with that name is running already
     ├── JobFailed           the job ended without a result; has the traceback of the user's code
@@ -49,6 +50,7 @@ __all__ = [
     "PeerLost",
     "Refused",
     "StateError",
+    "StepError",
     "TaskGraphError",
     "TransportError",
     "Unavailable",
@@ -135,7 +137,11 @@ class ValueNotEncodable(JobError):
 
 
 class StateError(JobError):
-    """State that changed outside a sync point, or that snapshot() forgot."""
+    """State that changed outside a sync point, that snapshot() forgot, or that differs between workers."""
+
+
+class StepError(JobError):
+    """A step of an elastic job whose parts, rounds or calls do not fit: to each other, or on the workers."""
 
 
 class FingerprintMismatch(JobError):

@@ -18,7 +18,7 @@ from taskgraph.signatures import signature
 from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
-__all__ = ["Job", "JobFunction", "check_job", "check_job_function", "job"]
+__all__ = ["ElasticCall", "Job", "JobFunction", "check_job", "check_job_function", "job"]
 
 P = ParamSpec("P")
 
@@ -62,6 +62,7 @@ class Job:
     checkpoint: str | None = None
     checkpoint_every: int = 10
     settings: Settings = field(default_factory=Settings)
+    _elastic: ElasticCall | None = field(default=None, repr=False, compare=False)
     _origin: _JobCall | None = field(default=None, repr=False, compare=False)
     _gpu_needs: tuple[bool, ...] = field(default=(), init=False, repr=False, compare=False)
 
@@ -109,6 +110,11 @@ class Job:
             raise JobError(f"Job({name}={value!r}): must be {most} at most")
         object.__setattr__(self, name, number)
 
+    @property
+    def elastic(self) -> ElasticCall | None:
+        """What the workers of an elastic job call; None: the job is a task graph."""
+        return self._elastic
+
     def needs_device(self, task_id: int) -> bool:
         """True if this task needs a CUDA device."""
         return self._gpu_needs[task_id]
@@ -152,6 +158,21 @@ class Job:
 
 _NOT_IN_SPEC = ("tasks", "builder", "topology", "requires_gpu")
 """Attributes that every process takes from its own call of the job function; the job's spec has the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticCall:
+    """What an elastic job does in place of tasks: all its workers call this function with a run and these arguments.
+
+    Attributes:
+        node: imports and returns the class of its nodes.
+        checkpoint_every_s: time between two checkpoints, if the job keeps some.
+    """
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    node: Callable[[], type[Any]]
+    checkpoint_every_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +265,14 @@ class JobFunction(Generic[P]):
             given.update(value if several else {name: value})
         given = {name: plain(f"{self.__name__}({name}=...)", value) for name, value in given.items()}
         # The function gets a copy, as nodes will pass it: its changes to a list must not reach the nodes.
-        made = self.__wrapped__(**copy.deepcopy(given))
+        made = self._made(copy.deepcopy(given))
         if not isinstance(made, Job):
             raise JobError(f"{self.__name__} must return a tg.Job, not {type(made).__name__}")
         origin = _JobCall(self, given, {name: getattr(made, name) for name in _NOT_IN_SPEC})
         return dataclasses.replace(made, name=made.name or self.__name__, _origin=origin)
+
+    def _made(self, arguments: dict[str, Any]) -> Job:
+        return cast(Job, self.__wrapped__(**arguments))
 
     def __repr__(self) -> str:
         return f"<job function {self.__module__}.{self.__name__}>"

@@ -105,7 +105,7 @@ class Collector(Follower):
     async def _ask_for_others(self, kept: dict[int, TaskResult]) -> TaskGraphError | None:
         """Asks the nodes of tasks that are not `kept`, and adds their results. Returns the last error."""
         failed = None
-        holders = {primary.record.node for task, primary in self.view.primaries.items() if task not in kept}
+        holders = {node for task, node in self.view.result_holders().items() if task not in kept}
         for node, record in [(n, v.record) for n, v in sorted(self.view.nodes.items()) if n in holders]:
             try:
                 async with client_of(record, self._token, self._tls) as client:
@@ -120,7 +120,7 @@ class Collector(Follower):
 
     def _report_damaged(self, task: int, tries: int) -> None:
         """Logs a damaged result; raises DecodeError after the last try."""
-        holder = name_of(self.view.primaries[task].record.node)
+        holder = name_of(self.view.result_holders().get(task, "?"))
         text = (
             f"the result of task {task} arrived damaged from node {holder}, {tries} times: its bytes are not those its "
             f"digest was taken of"
@@ -130,8 +130,8 @@ class Collector(Follower):
             raise DecodeError(text)
 
     def _tasks_of(self, node: str) -> list[int]:
-        """Returns the tasks whose primary a node is."""
-        return sorted(task for task, primary in self.view.primaries.items() if primary.record.node == node)
+        """Returns the tasks whose results a node gives."""
+        return sorted(task for task, holder in self.view.result_holders().items() if holder == node)
 
     async def collect(self, here: asyncio.Future[Any] | None = None, *, let_go: bool = True) -> JobResult | None:
         """Returns the result of a finished job. Lets the nodes go once the result is kept.

@@ -12,6 +12,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from typing import cast
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import device_count
@@ -22,6 +23,7 @@ from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.kept import job_failed, resume_hint
 from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.node.garbage import searching_garbage_less_often
+from taskgraph.node.life import NodeLife
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.errors import cancelled_by_user_error
 from taskgraph.node.usercode.threads import PooledThreads, Threads
@@ -53,7 +55,7 @@ def ended_by_users(error: BaseException, job: str) -> JobFailed | None:
 
 @dataclasses.dataclass
 class _Member:
-    node: Node
+    node: NodeLife
     coordinator: MemoryCoordinator
     events: EventLog
     run: asyncio.Task[None]
@@ -114,7 +116,7 @@ class InProcessCluster:
         events.listen(self._events.append)
         if self._on_event is not None:
             events.listen(self._on_event)
-        node = Node(
+        node = (Node if self.job.elastic is None else self.job.elastic.node())(
             spec=self.spec,
             job=self.job,
             coordinator=coordinator,
@@ -131,7 +133,7 @@ class InProcessCluster:
         self._members[node_id] = _Member(node, coordinator, events, run)
         return node_id
 
-    async def _run(self, node: Node, coordinator: MemoryCoordinator) -> None:
+    async def _run(self, node: NodeLife, coordinator: MemoryCoordinator) -> None:
         try:
             await node.run()
         except Exception as error:
@@ -146,12 +148,18 @@ class InProcessCluster:
             await coordinator.close()
 
     def node(self, node_id: str) -> Node:
-        return self._members[node_id].node
+        """Returns a node of a task graph."""
+        return cast(Node, self._members[node_id].node)
+
+    @property
+    def living(self) -> list[NodeLife]:
+        """Returns the nodes that live."""
+        return [m.node for m in self._members.values() if not m.crashed and not m.run.done()]
 
     @property
     def nodes(self) -> list[Node]:
-        """Returns the nodes that live."""
-        return [m.node for m in self._members.values() if not m.crashed and not m.run.done()]
+        """Returns the nodes of a task graph that live."""
+        return cast(list[Node], self.living) if self.job.elastic is None else []
 
     @property
     def events(self) -> list[Event]:
@@ -185,7 +193,7 @@ class InProcessCluster:
             raise JobTimeout(
                 f"job {self.spec.name!r} did not end within {timeout_s:g} s; {self.waits()}", job=self.spec.name
             ) from None
-        view = self.nodes[0].keeper.view
+        view = self.living[0].keeper.view
         return assemble(self.spec.name, found, view.primaries.values(), time.monotonic() - began)
 
     async def _ended(self, going_on: tuple[str, ...] = (State.RUNNING,)) -> StatusRecord:
@@ -217,7 +225,7 @@ class InProcessCluster:
 
     async def _collect(self) -> list[TaskResult]:
         while True:
-            found = [result for node in self.nodes for result in await self._results_of(self._members[node.id])]
+            found = [result for node in self.living for result in await self._results_of(self._members[node.id])]
             if complete(found, self.job.tasks):
                 return found
             await asyncio.sleep(0.01)  # a takeover is under way
@@ -236,7 +244,7 @@ class InProcessCluster:
 
     def waits(self) -> str:
         """Says what the job waits for, as its leader and primaries know it."""
-        return waits_text(node.status() for node in self.nodes)
+        return waits_text(node.status() for node in self.living)
 
     async def stop(self) -> None:
         """Ends every node. Code that does not return stays in daemon threads, also if a checkpoint directory hangs.

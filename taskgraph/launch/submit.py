@@ -80,6 +80,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, start_point: StartPoin
                 Delete(keys.tasks, prefix=True),
                 Delete(keys.events, prefix=True),
                 Delete(keys.collected),
+                Delete(keys.workers),
                 checkpoint,
                 Put(keys.spec, spec.to_bytes()),
                 Put(keys.epoch, epoch.to_bytes()),

@@ -53,6 +53,7 @@ from taskgraph.node.control import ControlServer
 from taskgraph.node.forkserver import serve
 from taskgraph.node.garbage import search_garbage_less_often
 from taskgraph.node.inject import injection_point
+from taskgraph.node.life import NodeLife
 from taskgraph.node.loop import NodeLoop
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
@@ -221,7 +222,7 @@ async def _run(
         bound_memory(devices, job.settings.device_memory, config.sharing)
         control = ControlServer(events, token)
         stack.push_async_callback(control.stop)
-        node = Node(
+        node = (Node if job.elastic is None else job.elastic.node())(
             spec=spec,
             job=job,
             coordinator=coordinator,
@@ -334,7 +335,7 @@ _view: JobView | None = None
 """The view of the node of this process."""
 
 
-def _handle_signals(config: NodeConfig, node: Node) -> None:
+def _handle_signals(config: NodeConfig, node: NodeLife) -> None:
     """Drains the node after SIGTERM, SIGINT or the launcher's order; a later signal ends the process at once."""
     global _leave, _view
     orders, drained = Orders(), False

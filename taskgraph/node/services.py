@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NotRequired, Unpack
 
 from taskgraph.checkpoint.places import Place
 from taskgraph.errors import TaskGraphError
-from taskgraph.node.core import CoreArguments, NodeCore
 from taskgraph.node.epochs.sharing import Sharing
+from taskgraph.node.life import LifeArguments, NodeLife
 from taskgraph.node.membership.deviceloss import DeviceLoss
 from taskgraph.node.membership.failed_setups import FailedSetUps
 from taskgraph.node.membership.placement import Placement
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["NodeServices", "ServicesArguments"]
 
 
-class ServicesArguments(CoreArguments):
+class ServicesArguments(LifeArguments):
     """Arguments of `NodeServices`."""
 
     file_threads: NotRequired[Threads | None]
     place: NotRequired[Place | None]
 
 
-class NodeServices(NodeCore):
+class NodeServices(NodeLife):
     """One node of one job, as its replicas and primaries see it.
 
     Attributes:
@@ -47,7 +47,7 @@ class NodeServices(NodeCore):
     failed_set_ups: FailedSetUps
 
     def __init__(
-        self, *, file_threads: Threads | None = None, place: Place | None = None, **core: Unpack[CoreArguments]
+        self, *, file_threads: Threads | None = None, place: Place | None = None, **core: Unpack[LifeArguments]
     ) -> None:
         super().__init__(**core)
         self.replicas: dict[int, Replica] = {}

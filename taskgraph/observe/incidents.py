@@ -100,7 +100,7 @@ class Incidents:
             if str(event.fields["lost"]) in self._reported:
                 return
             incident = self._incident_of(event, "lost")
-            if "lease" in event.fields:
+            if "lease" in event.fields or ": its lease ended" in event.text:
                 incident.cause = "its lease ended"
             elif not incident.cause:
                 incident.cause = event.text.partition(": ")[2]
@@ -160,6 +160,8 @@ class Incidents:
         return found
 
     def _is_recovered(self, incident: _Incident, view: JobView) -> bool:
+        if view.workers is not None:
+            return all(worker != incident.node for worker, _ in view.workers.record.workers)
         if any(primary.record.node == incident.node for primary in view.primaries.values()):
             return False
         wanted = min(self._backups + 1, sum(node not in view.gone for node in view.nodes))
@@ -186,7 +188,7 @@ class Incidents:
             fields["next_commit_ms"] = _ms(commit - began)
             again = f", {counted(redone, 'epoch')} redone" if redone else ""
             parts.append(f"next commit after {commit - began:.2f} s{again}")
-        elif view.running and not over:
+        elif view.running and not over and view.workers is None:
             parts.append("no commit yet")
         lacking = self._count_unbacked(view)
         if not lacking and incident.last_admission_at >= began:
@@ -199,6 +201,9 @@ class Incidents:
             takers = sorted(incident.takers)
             more = f" and {len(takers) - _MAX_NAMED} more" if len(takers) > _MAX_NAMED else ""
             what += f": {counted(incident.moved, 'task')} moved to {' '.join(takers[:_MAX_NAMED])}{more}"
+        elif view.workers is not None:
+            names = sorted(name_of(worker) for worker, _ in view.workers.record.workers if worker != incident.node)
+            what += f": {' '.join(names[:_MAX_NAMED])} {'goes' if len(names) == 1 else 'go'} on" if names else ""
         else:
             what += ": no task was computed there" if not parts else ""
         return Event(began, "launcher", FAILOVER, "; ".join([what, *parts]), fields=fields)

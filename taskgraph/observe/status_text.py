@@ -109,6 +109,8 @@ def _head(picture: StatusData) -> list[str]:
     words = [picture.name, state + _running_since(picture)]
     if view.stamp and state == State.FINISHED:
         words.append(f" {counted(view.stamp.epoch, 'epoch')}")
+    elif view.workers is not None:
+        words.append(f" step {picture.commits[-1].epoch}" if picture.commits else " no report of a step yet")
     elif view.stamp:
         attempt = f", attempt {view.stamp.attempt}" if view.stamp.attempt > 1 else ""
         words.append(f" epoch {view.stamp.epoch}{last_text(picture.epochs)}{attempt}")
@@ -175,7 +177,10 @@ def _safety(picture: StatusData) -> list[str]:
     live = [node for node in view.nodes if node not in view.gone]
     answering = sum(1 for node in live if isinstance(picture.statuses.get(node), NodeStatus))
     words = []
-    if backups:
+    if view.workers is not None:
+        count = len(view.workers.record.workers)
+        words.append(f"{counted(count, 'worker')}: {'each has' if count > 1 else 'it alone has'} the whole state")
+    elif backups:
         ready = sum(1 for task in range(picture.tasks) if len(holders(view, task)) > backups)
         words.append(f"{ready:,}/{picture.tasks:,} tasks backed up")
     else:
@@ -211,7 +216,9 @@ def _node_table(picture: StatusData, most: int | None) -> list[str]:
             if node != first and node in backups:
                 backups[node] += 1
     some = any(v.record.devices for v in view.nodes.values())
-    rows = [["NODE", "STATE", "MEMORY", "PRIMARY", "BACKUP", *(["DEVICES"] if some else []), "PID", "HOST"]]
+    workers = {worker for worker, _ in view.workers.record.workers} if view.workers is not None else set()
+    what = ["PRIMARY", "BACKUP"] if view.workers is None else ["WORKER"]
+    rows = [["NODE", "STATE", "MEMORY", *what, *(["DEVICES"] if some else []), "PID", "HOST"]]
     in_order = sorted(view.nodes, key=lambda node: (isinstance(statuses.get(node), NodeStatus), node))
     shown = in_order if most is None else in_order[:most]
     for node in sorted(shown):
@@ -221,8 +228,8 @@ def _node_table(picture: StatusData, most: int | None) -> list[str]:
                 record.name,
                 _node_state(said, record),
                 f"{said.usage.memory_bytes >> 20} MiB" if isinstance(said, NodeStatus) else "-",
-                f"{primaries[node]:,}",
-                f"{backups[node]:,}",
+                *(f"{count[node]:,}" for count in (primaries, backups) if view.workers is None),
+                *(["yes" if node in workers else "enters"] if view.workers is not None else []),
                 *([" ".join(i[:_ID] for i in record.device_ids) or "-"] if some else []),
                 str(record.pid),
                 record.host,

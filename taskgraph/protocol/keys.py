@@ -29,6 +29,7 @@ class Keys:
         self.generation = self.root + "generation"
         self.checkpoint = self.root + "checkpoint"
         self.collected = self.root + "collected"
+        self.workers = self.root + "workers"
         self.names = self.root + "names"
         self.nodes = self.root + "nodes/"
         self.gone_nodes = self.root + "gone/"

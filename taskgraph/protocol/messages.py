@@ -443,6 +443,95 @@ class WaitsPage(_Message, frozen=True, tag=True):
     waits: tuple[Wait, ...]
 
 
+class WorkerReport(_Message, frozen=True, tag=True):
+    """Worker to worker of an elastic job: what I held when I read this view (`elastic.flush.Report`).
+
+    Attributes:
+        number, lineage, workers: the view.
+        held: (first, end) of spans.
+    """
+
+    number: int
+    lineage: int
+    workers: tuple[tuple[str, int], ...]
+    position: int
+    whole: bool
+    held: tuple[tuple[int, int], ...]
+    begun: tuple[int, ...]
+
+
+class PartSums(_Message, frozen=True, tag=True):
+    """Worker to worker: the sums of these spans (`elastic.worker.Contribution`).
+
+    Attributes:
+        value: the sums, in the order of `spans`.
+    """
+
+    view: int
+    position: int
+    spans: tuple[tuple[int, int], ...]
+    tag: bytes
+    value: Encoded
+
+
+class Totals(_Message, frozen=True, tag=True):
+    """Donor to a worker that lacks totals: those from `position` on."""
+
+    view: int
+    position: int
+    value: Encoded
+
+
+class CopyState(_Message, frozen=True, tag=True):
+    """Newcomer to worker: send me your state between two steps, once the last total before it is stable."""
+
+
+class StateCopy(_Message, frozen=True, tag=True):
+    """Reply to `CopyState`.
+
+    Attributes:
+        step: the number of the step that comes next.
+        position: the number of totals that the state rests on.
+        tag: a digest of these totals.
+        reports: the reports of the steps before, packed.
+    """
+
+    step: int
+    position: int
+    tag: bytes
+    value: Encoded
+    reports: tuple[bytes, ...] = ()
+
+
+class FollowTotals(_Message, frozen=True, tag=True):
+    """Newcomer to worker: keep the totals from `position` on until I have entered, and send me the stable ones."""
+
+    position: int
+    send: bool
+
+
+class TotalsPage(_Message, frozen=True, tag=True):
+    """Reply to `FollowTotals`.
+
+    Attributes:
+        first: the first total that the worker keeps; the newcomer copies the state anew if it is behind that.
+        count: the number of totals in `value`, from the position on that was asked for.
+        stable: how many totals are stable.
+    """
+
+    first: int
+    count: int
+    stable: int
+    value: Encoded
+
+
+class HoldsTotals(_Message, frozen=True, tag=True):
+    """Worker to worker, after the last position: I hold all totals below `position`."""
+
+    view: int
+    position: int
+
+
 Call = (
     Pull
     | Flag
@@ -458,6 +547,12 @@ Call = (
     | WrittenFiles
     | Audit
     | Waits
+    | WorkerReport
+    | PartSums
+    | Totals
+    | HoldsTotals
+    | CopyState
+    | FollowTotals
 )
-Reply = Item | Answer | Accepted | LedgerPage | WaitsPage | Refusal
+Reply = Item | Answer | Accepted | LedgerPage | WaitsPage | StateCopy | TotalsPage | Refusal
 Message = Call | Reply

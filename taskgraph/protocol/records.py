@@ -25,6 +25,7 @@ __all__ = [
     "RunningCode",
     "State",
     "StatusRecord",
+    "WorkersRecord",
     "name_of",
 ]
 
@@ -79,6 +80,18 @@ class EpochRecord(Record, frozen=True, kw_only=True):
     attempt: int
     lineage: int = 0
     base: int = 0
+
+
+class WorkersRecord(Record, frozen=True, kw_only=True):
+    """`workers`: the view of an elastic job; see `elastic.views.View`.
+
+    Attributes:
+        workers: (node, number of the view by which it entered) of each worker, the most senior one first.
+    """
+
+    number: int
+    lineage: int
+    workers: tuple[tuple[str, int], ...]
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True):

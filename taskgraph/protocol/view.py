@@ -29,6 +29,7 @@ from taskgraph.protocol.records import (
     Record,
     State,
     StatusRecord,
+    WorkersRecord,
 )
 
 __all__ = ["JobView", "StaleListing", "Versioned", "decode_key", "holds"]
@@ -75,6 +76,8 @@ class JobView:
         self.generation_revision = 0
         self.checkpoint: Versioned[CheckpointRecord] | None = None
         self.collected = False
+        self.workers: Versioned[WorkersRecord] | None = None
+        """The view of an elastic job; None: there is none yet, or the job is a task graph."""
         self.nodes: dict[str, Versioned[NodeRecord]] = {}
         # Records stay for the life of the run, so frequent checks must not iterate over them.
         self.gone: dict[str, Versioned[GoneRecord]] = {}
@@ -213,6 +216,8 @@ class JobView:
                 self.checkpoint = _decode_versioned(CheckpointRecord, kv)
             case ["collected"]:
                 self.collected = True
+            case ["workers"]:
+                self.workers = _decode_versioned(WorkersRecord, kv)
             case ["nodes", node]:
                 self.nodes[node] = _decode_versioned(NodeRecord, kv)
             case ["gone", node]:
@@ -241,6 +246,8 @@ class JobView:
                 self.checkpoint = None
             case ["collected"]:
                 self.collected = False
+            case ["workers"]:
+                self.workers = None
             case ["nodes", node]:
                 self.nodes.pop(node, None)
             case ["gone", node]:
@@ -289,6 +296,13 @@ class JobView:
     def primary_node(self, task: int) -> str | None:
         primary = self.primaries.get(task)
         return primary.record.node if primary else None
+
+    def result_holders(self) -> dict[int, str]:
+        """task -> the node that gives its result: its primary; the most senior living worker of an elastic job."""
+        if self.workers is not None:
+            there = [node for node, _ in self.workers.record.workers if node in self.nodes and node not in self.gone]
+            return dict(enumerate(there[:1]))
+        return {task: primary.record.node for task, primary in self.primaries.items()}
 
     def is_primary(self, task: int, node: str, term: int) -> bool:
         primary = self.primaries.get(task)

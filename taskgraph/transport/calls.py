@@ -36,7 +36,8 @@ def describe(call: Call) -> str:
     what = f"{type(call).__name__} {name!r}" if name else type(call).__name__
     stamp = getattr(call, "stamp", None)
     at = f", epoch {stamp.epoch}, attempt {stamp.attempt}" if stamp is not None else ""
-    return f"{what} to task {call.task}{at}"
+    task = getattr(call, "task", None)
+    return f"{what}{f' to task {task}' if task is not None else ''}{at}"
 
 
 class OpenCall(CallFuture):

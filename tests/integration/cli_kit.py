@@ -60,12 +60,13 @@ class Command:
         stream = self.process.stdout if out else self.process.stderr
         lines = self.out if out else self.err
         assert stream is not None
-        async with asyncio.timeout(LIMIT_S):
-            while line := (await stream.readline()).decode():
-                lines.append(line)
-                if text in line:
-                    return line
-        raise AssertionError(f"it ended without {text!r}: {''.join(lines)}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LIMIT_S):
+                while line := (await stream.readline()).decode():
+                    lines.append(line)
+                    if text in line:
+                        return line
+        raise AssertionError(f"it ended, or took too long, without {text!r}: {''.join(lines)}")
 
     async def done(self, limit_s: float = LIMIT_S) -> Done:
         try:

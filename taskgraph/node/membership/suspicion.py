@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,6 @@ from taskgraph.protocol.records import GoneRecord, name_of
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
-    from taskgraph.node.primary.primary import Primary
 
 __all__ = ["Suspicion"]
 
@@ -64,13 +63,13 @@ class Suspicion:
     def __init__(
         self,
         node: NodeCore,
-        primaries: Mapping[int, Primary],
+        also_named: Callable[[], Iterable[str]],
         *,
         unproved: Callable[[], bool],
         changed: Callable[[], None],
     ) -> None:
         self._node = node
-        self._primaries = primaries
+        self._also_named = also_named
         self._unproved = unproved
         self._changed = changed
         self._refused: dict[str, Refusal] = {}
@@ -222,8 +221,7 @@ class Suspicion:
         view = self._node.keeper.view
         named = {p.record.node for p in view.primaries.values()}
         named.update(node for members in view.members.values() for node in members)
-        for primary in self._primaries.values():
-            named.update(primary.backups.peers)
+        named.update(self._also_named())
         named.update(node for node in self._absent_since if node not in view.gone)
         named.discard(self._node.id)
         return named

@@ -2,6 +2,7 @@
 
     python -m taskgraph.testing.simulate --seeds 0:1000
     python -m taskgraph.testing.simulate --seed 17 --verbose
+    python -m taskgraph.testing.simulate --elastic --seeds 0:1000
 
 Everything follows from the seed: the job, its nodes, the delays, what fails and when. A seed replays exactly.
 """

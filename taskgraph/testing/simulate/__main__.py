@@ -6,8 +6,11 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 from taskgraph.testing.simulate.drawing import KINDS
+from taskgraph.testing.simulate.elastic import run_elastic_seed
 from taskgraph.testing.simulate.seed import Outcome, run_seed
 
 __all__ = ["main"]
@@ -24,17 +27,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--for-s", type=float, default=None, metavar="S", help="stop after S seconds")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that finds something")
     parser.add_argument("--mistakes", action="store_true", help="jobs whose own code raises somewhere")
+    parser.add_argument("--elastic", action="store_true", help="elastic jobs in place of task graphs")
     given = parser.parse_args(argv)
+    run = run_elastic_seed if given.elastic else partial(run_seed, mistakes=given.mistakes)
     if given.seed is not None:
-        outcome = run_seed(given.seed, mistakes=given.mistakes)
+        outcome = run(given.seed)
         print(outcome.transcript.text(messages=given.verbose))
         print(describe(outcome))
         return 1 if outcome.problem else 0
     first, _, last = given.seeds.partition(":")
-    return _run_seeds(range(int(first), int(last or first)), given.for_s, given.keep_going, given.mistakes)
+    return _run_seeds(range(int(first), int(last or first)), given.for_s, given.keep_going, run)
 
 
-def _run_seeds(seeds: range, limit_s: float | None, keep_going: bool, mistakes: bool) -> int:
+def _run_seeds(seeds: range, limit_s: float | None, keep_going: bool, run: Callable[[int], Outcome]) -> int:
     began = time.monotonic()
     faults: Counter[str] = Counter()
     states: Counter[str] = Counter()
@@ -44,7 +49,7 @@ def _run_seeds(seeds: range, limit_s: float | None, keep_going: bool, mistakes: 
     for seed in seeds:
         if limit_s is not None and time.monotonic() - began > limit_s:
             break
-        outcome = run_seed(seed, mistakes=mistakes)
+        outcome = run(seed)
         count += 1
         virtual_s += outcome.virtual_s
         faults += outcome.transcript.faults

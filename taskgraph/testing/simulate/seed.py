@@ -51,7 +51,7 @@ from taskgraph.testing.simulate.transcript import Transcript
 from taskgraph.testing.simulate.workload import Mistake, Workload
 from taskgraph.testing.simulate.world import ErrorLogHandler, World
 
-__all__ = ["Outcome", "run_seed"]
+__all__ = ["Outcome", "Stuck", "run_seed", "with_cpu_limit", "without_garbage_collection"]
 
 T = TypeVar("T")
 
@@ -154,8 +154,8 @@ def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
     loop = SimLoop()
     outcome = Outcome(seed, "", "", "", Transcript(lambda: loop.at), 0.0, 0.0, 0)
     with (
-        _with_cpu_limit(loop),
-        _without_garbage_collection(),
+        with_cpu_limit(loop),
+        without_garbage_collection(),
         _with_pauses(outcome),
         _with_large_values(outcome),
         _with_quick_memory_retries(),
@@ -177,7 +177,7 @@ _COLLECT_EVERY = 32
 
 
 @contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Collects garbage only after the seed: otherwise finalizers run at random times. This is also faster."""
     collects = gc.isenabled()
     gc.disable()
@@ -238,7 +238,7 @@ class Stuck(BaseException):
 
 
 @contextlib.contextmanager
-def _with_cpu_limit(loop: SimLoop) -> Iterator[None]:
+def with_cpu_limit(loop: SimLoop) -> Iterator[None]:
     """Interrupts a seed that uses too much processor time; only in the main thread, since others get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -341,7 +341,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     }
     outcome.described += "".join(f", {what}" for what, so in has.items() if so)
     world.loop.set_exception_handler(lambda _, context: world.fail(_unhandled(context)))
-    errors = ErrorLogHandler(world)
+    errors = ErrorLogHandler(world.fail)
     logger = logging.getLogger("taskgraph")
     level, propagate = logger.level, logger.propagate
     logger.addHandler(errors)

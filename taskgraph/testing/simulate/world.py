@@ -656,12 +656,12 @@ def discard(_: object) -> None:
 class ErrorLogHandler(logging.Handler):
     """A log handler that turns errors in the framework's log into violations: no fault may cause such an error."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, fail: Callable[[Exception], None]) -> None:
         super().__init__(logging.ERROR)
-        self._world = world
+        self._fail = fail
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f": {record.exc_info[1]!r}"
-        self._world.fail(Violation(f"logged as an error: {text}"))
+        self._fail(Violation(f"logged as an error: {text}"))

@@ -121,6 +121,12 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
         ),
     ),
     (m.Waits(STAMP, 3), m.WaitsPage(2, (m.Wait("update", "item", 3, "grad", 0.25, (("a", 1), ("b", 2))),))),
+    (m.WorkerReport(4, 0, (("n1-a", 0), ("n2-b", 3)), 9, True, ((0, 4), (5, 6)), (7,)), m.Accepted(0)),
+    (m.PartSums(4, 9, ((0, 4), (5, 6)), b"tag", encoded(b"sums", bytes(100_000))), m.Accepted(0)),
+    (m.Totals(4, 8, encoded(b"totals", bytes(9))), m.Accepted(0)),
+    (m.HoldsTotals(4, 9), m.Accepted(0)),
+    (m.CopyState(), m.StateCopy(3, 9, b"tag", encoded(b"state", bytes(100_000)), (b"reports",))),
+    (m.FollowTotals(9, True), m.TotalsPage(7, 2, 11, encoded(b"totals"))),
 ]
 
 

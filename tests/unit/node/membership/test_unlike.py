@@ -14,7 +14,7 @@ import pytest
 from cluster_kit import Gated, gated, job, play
 
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node import node as node_module
+from taskgraph.node import life
 from taskgraph.node.membership.arithmetic import arithmetic, why_unlike
 from taskgraph.protocol.records import NodeRecord
 
@@ -97,7 +97,7 @@ def test_other_numpy_joins_with_one_event(gated: type[Gated], monkeypatch: pytes
         alike = cluster.node(cluster.add())
         while not alike.node_revision:  # noqa: ASYNC110 (no event tells)
             await asyncio.sleep(0.1)
-        monkeypatch.setattr(node_module, "arithmetic", lambda: (arithmetic()[0], "numpy 0.1", *arithmetic()[2:]))
+        monkeypatch.setattr(life, "arithmetic", lambda: (arithmetic()[0], "numpy 0.1", *arithmetic()[2:]))
         other = cluster.node(cluster.add())
         await cluster.nodes[0].keeper.wait_until(lambda view: other.id in view.nodes)
         while not any(event.kind == "unlike" for event in cluster.events):  # noqa: ASYNC110 (no event tells)

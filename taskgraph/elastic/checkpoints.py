@@ -1,0 +1,96 @@
+"""Checkpoints of an elastic job: the state, the position and the reports, and no workers. Any number of them goes on.
+
+    state between two steps ──stable──► file ──► staged manifest ──► pointer in etcd ──► final manifest
+
+The most senior worker of the view writes them. The pointer's transaction compares the view, so a worker that was taken
+for lost points to nothing. Files and manifests are those of task graphs (`taskgraph.checkpoint`), of one task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import CheckpointError, CoordinationError, JobError
+from taskgraph.graph.values import decode, encode
+from taskgraph.node.primary.checkpoint_reader import CheckpointReader
+from taskgraph.protocol.elastic import transactions
+from taskgraph.protocol.messages import Encoded, Stamp, StateCopy
+from taskgraph.protocol.records import CheckpointRecord
+
+if TYPE_CHECKING:
+    from taskgraph.elastic.interface import WorkerNode
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """The checkpoints of one elastic job, as one worker reads and writes them."""
+
+    def __init__(self, node: WorkerNode) -> None:
+        self._node = node
+        self._reader = CheckpointReader(node, node.file_threads)
+
+    async def read(self) -> StateCopy | None:
+        """Returns the state of the checkpoint that the pointer names; None if there is none.
+
+        Raises:
+            JobError: the checkpoint cannot be read here.
+        """
+        pointer = self._node.keeper.view.checkpoint
+        if pointer is None:
+            return None
+        store, name = self._reader.store, pointer.record.name
+        try:
+            value = await self._reader.call(lambda: store.read(store.open(name), 0))
+        except (OSError, CheckpointError) as error:
+            raise JobError(f"the checkpoint {name} cannot be read: {error}. Do all hosts see the same place?") from None
+        if value is None:
+            raise JobError(f"the checkpoint {name} has no state")
+        read = decode(value)
+        return StateCopy(read["step"], read["position"], read["tag"], encode(read["state"]), tuple(read["reports"]))
+
+    async def run(self) -> None:
+        """Writes a checkpoint now and then, while this is the most senior worker."""
+        node = self._node
+        if node.spec.checkpoint is None or node.job.elastic is None:
+            return
+        while True:
+            await asyncio.sleep(node.job.elastic.checkpoint_every_s)
+            view = node.engine.core.view
+            if view is not None and view.workers[:1] == (node.id,) and node.has_begun() and not node.paused:
+                copy = await node.copied_state()
+                try:
+                    if copy is not None:
+                        await self._write(copy)
+                except (OSError, CheckpointError, CoordinationError) as error:
+                    node.events.emit("checkpoint failed", f"{error}; the job goes on with the one before")
+
+    async def _write(self, copy: StateCopy) -> None:
+        node, job, store = self._node, self._node.keeper.view, self._reader.store
+        if job.epoch is None or (job.checkpoint is not None and job.checkpoint.record.epoch >= copy.position):
+            return
+        state = decode(copy.value)
+        content = {
+            "step": copy.step,
+            "position": copy.position,
+            "tag": copy.tag,
+            "state": state,
+            "reports": list(node.reports.packed()),
+        }
+        value: Encoded = encode(content, what="the checkpoint")
+        attempt = job.epoch.record.attempt
+        name = self._reader.name_of(Stamp(attempt, copy.position))
+        before = job.checkpoint.record if job.checkpoint is not None else None
+        kept = (before.name, *before.before)[: node.settings.checkpoints_kept - 1] if before is not None else ()
+        info = await self._reader.call(lambda: store.write(name, 0, value))
+        await self._reader.call(lambda: store.stage(store.manifest(name, [info], kept)))
+        writer = node.writer()
+        record = CheckpointRecord(epoch=copy.position, attempt=attempt, name=str(name), before=kept, writer=writer)
+        txn = transactions.point_to_checkpoint(job, record, node=node.id, node_revision=node.node_revision)
+        if await node.transact(txn, key=job.keys.checkpoint, writer=writer) is None:
+            await node.keeper.refresh()
+            return
+        await self._reader.call(lambda: store.finish(str(name)))
+        await self._reader.call(lambda: store.keep_only((str(name), *kept), str(name)))
+        node.events.emit("checkpoint", f"checkpoint after step {copy.step}: {store}/{name}")

@@ -1,0 +1,112 @@
+"""The data of `run.steps`: rows that are read when a part asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.elastic.libraries import pytorch
+from taskgraph.elastic.seeding import seed_generators
+from taskgraph.errors import StepError
+
+__all__ = ["Data", "LoaderArguments", "data_of", "loader_arguments"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows that can be read by number.
+
+    Attributes:
+        source: `source[row]` is a row.
+        rows: how many it has.
+        collate: makes a batch of a list of rows; None: `source` is an array, which is indexed with all of them.
+    """
+
+    source: Any
+    rows: int
+    collate: Callable[[list[Any]], Any] | None
+
+    def read(self, rows: NDArray[np.int64], seed: Callable[[int], int]) -> Any:
+        """Reads rows. The generators are seeded with `seed(row)` before each one, and before the batch is made."""
+        if self.collate is None:
+            return self.source[rows]
+        read = []
+        for row in rows.tolist():
+            seed_generators(seed(row))
+            read.append(self.source[row])
+        seed_generators(seed(-1 - int(rows[0])))
+        return self.collate(read)
+
+
+class LoaderArguments(NamedTuple):
+    """What a DataLoader says about steps."""
+
+    batch: int
+    shuffle: bool
+    drop_last: bool
+
+
+def loader_arguments(data: Any) -> LoaderArguments | None:
+    """Returns the arguments of a PyTorch DataLoader; None: `data` is none.
+
+    Raises:
+        StepError: it chooses rows in a way of its own.
+    """
+    torch = pytorch()
+    if torch is None or not isinstance(data, torch.utils.data.DataLoader):
+        return None
+    kinds = torch.utils.data
+    if isinstance(data.dataset, kinds.IterableDataset):
+        raise StepError(
+            "run.steps(loader): its dataset is an IterableDataset, whose rows have no numbers: make one with "
+            "__getitem__ and __len__"
+        )
+    drawn = type(data.sampler) is kinds.RandomSampler and not data.sampler.replacement
+    drawn = drawn and data.sampler.num_samples == len(data.dataset)
+    if data.batch_size is None or type(data.batch_sampler) is not kinds.BatchSampler:
+        choice = "batch_sampler" if data.batch_sampler is not None else "batch_size=None"
+    elif not drawn and type(data.sampler) is not kinds.SequentialSampler:
+        choice = "sampler"
+    else:
+        return LoaderArguments(data.batch_size, drawn, data.drop_last)
+    raise StepError(
+        f"run.steps(loader): rows are chosen by run.steps, so that they do not depend on the workers, and not by the "
+        f"loader's {choice}: give rows=len(dataset), batch=..., and read dataset[row] for each of part.rows"
+    )
+
+
+def data_of(data: Any) -> Data:
+    """Returns the rows of an array, a dataset or a DataLoader.
+
+    Raises:
+        StepError: it has no length, or its rows have no numbers.
+    """
+    torch = pytorch()
+    if torch is not None and isinstance(data, torch.utils.data.DataLoader):
+        return Data(data.dataset, len(data.dataset), data.collate_fn)
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise StepError(
+            f"run.steps(data): a {type(data).__name__} has no len(data) and data[row]: give an array, a dataset with "
+            f"both, or rows=..."
+        )
+    if isinstance(data, np.ndarray) or (torch is not None and isinstance(data, torch.Tensor)):
+        return Data(data, len(data), None)
+    if torch is not None:
+        return Data(data, len(data), torch.utils.data.default_collate)
+    return Data(data, len(data), _stacked)
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    """Stacks arrays and numbers along a new first axis, through dicts, lists and tuples."""
+    first = rows[0]
+    if isinstance(first, dict):
+        return {name: _stacked([row[name] for row in rows]) for name in first}
+    if type(first) in (list, tuple):
+        return type(first)(_stacked(items) for items in zip(*rows, strict=True))
+    if isinstance(first, str | bytes):
+        return list(rows)
+    return np.stack([np.asarray(row) for row in rows])

@@ -1,0 +1,304 @@
+"""One worker at work: carries out what the core decides, and answers user code.
+
+    user code ──ask──► Engine ──events──► core (`protocol.elastic.worker`)
+        ▲                 │ ◄──actions──────┘
+        └──part or total──┘ ──messages──► other workers
+
+The engine keeps the values: the sums of held spans, what other workers sent, and the totals. Everything here happens on
+the event loop; user code asks from its thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from taskgraph.elastic.outbox import Outbox
+from taskgraph.elastic.sums import Sums, decode_sums, encode_sums
+from taskgraph.protocol.elastic import worker as actions
+from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.tree import Span, halves
+from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker
+from taskgraph.protocol.messages import Call, HoldsTotals, PartSums, Totals, WorkerReport
+
+if TYPE_CHECKING:
+    from taskgraph.node.core import NodeCore
+
+__all__ = ["Engine", "chained"]
+
+
+def chained(tag: bytes, total: Sums) -> bytes:
+    """Returns a digest of all totals so far, from that of the totals before this one."""
+    digest = xxhash.xxh3_128(tag)
+    digest.update(repr(total.layout).encode())
+    for array in total.arrays:
+        digest.update(array.data)
+    for part, value in total.collected.items():
+        digest.update(b"%d" % part + value.digest)
+    return digest.digest()
+
+
+class Engine:
+    """The values, messages and user code of one worker.
+
+    Args:
+        refused: called with a worker whose port refuses connections.
+        stable: called with the number of totals that all workers hold, when it grows.
+        differ: called with a position and the workers whose totals or user code differ from those of the others.
+        excluded: called when this worker has read a view without itself.
+
+    Attributes:
+        core: the decisions.
+        user_position: the number of totals that user code has got.
+        none_whole_in: the number of the last view of which no worker is whole; -1: none.
+    """
+
+    def __init__(
+        self,
+        node: NodeCore,
+        core: Worker,
+        *,
+        refused: Callable[[str], None],
+        stable: Callable[[int], None],
+        differ: Callable[[int, tuple[str, ...]], None],
+        excluded: Callable[[], None],
+    ) -> None:
+        self.core = core
+        self._node = node
+        self._refused = refused
+        self._stable = stable
+        self._differ = differ
+        self._excluded = excluded
+        self.none_whole_in = -1
+        self._own: dict[Span, Sums] = {}
+        self._received: dict[tuple[int, int, Span], Sums] = {}  # by view, position and span
+        self._totals: dict[int, Sums] = {}
+        self._early: list[tuple[str, Call]] = []  # messages of a view that this worker has not read
+        self._outboxes: dict[str, Outbox] = {}
+        self._keep_from: dict[str, tuple[int, int]] = {}  # newcomer -> the first total that it lacks, the view then
+        self.user_position = 0
+        self._begun = -1  # the last position that user code has begun
+        self._asked: tuple[int, Any] | None = None  # position and answer of user code that waits
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def read_view(self, view: View) -> None:
+        """Follows a view that was read from etcd."""
+        self.core.read_view(view)
+        self._go()
+
+    def receive(self, worker: str, message: Call) -> None:
+        """Takes a message of another worker."""
+        if not self._take(worker, message):
+            self._early.append((worker, message))
+        self._go()
+
+    def _take(self, worker: str, message: Call) -> bool:
+        """Returns False if the message is of a view that this worker has not read."""
+        core = self.core
+        match message:
+            case WorkerReport():
+                view = View(message.number, message.lineage, tuple(Entry(*entry) for entry in message.workers))
+                held = tuple(Span(*span) for span in message.held)
+                return core.report(worker, view, Report(message.position, message.whole, held, message.begun))
+            case PartSums():
+                spans = tuple(Span(*span) for span in message.spans)
+                if message.view >= self._view and message.position >= core.position:
+                    for span, sums in zip(spans, decode_sums(message.value), strict=True):
+                        self._received.setdefault((message.view, message.position, span), sums)
+                return core.contribution(worker, Contribution(message.view, message.position, spans, message.tag))
+            case Totals():
+                if message.view > self._view or core.phase == Phase.FLUSHING:
+                    return False
+                for position, total in enumerate(decode_sums(message.value), message.position):
+                    before = core.position
+                    core.total(message.view, position)
+                    if core.position > before:
+                        self._hold_total(position, total)
+            case HoldsTotals():
+                return core.holds(worker, message.view, message.position)
+            case _:
+                raise TypeError(f"no message of an elastic job: {message!r}")
+        return True
+
+    def ask(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
+        """User code is at a position of so many parts, and asks for some of them.
+
+        The answer is a list of parts, or the total of the position.
+        """
+        self.user_position = position
+        if self._begun < position == self.core.position:
+            self._begun = position
+            self.core.begin(parts, tag)
+        self._asked = position, answer
+        self._go()
+
+    def computed(self, position: int, part: int, sums: Sums) -> None:
+        """User code has finished a part."""
+        if not self._node.running:
+            return
+        if position == self.core.position and self.core.phase != Phase.OUTSIDE:
+            self._own[Span(part, part + 1)] = sums
+        self.core.computed(position, part)
+        self._go()
+
+    def ended(self, positions: int) -> None:
+        """User code has returned after so many totals."""
+        self.user_position = positions
+        self.core.ended()
+        self._go()
+
+    def catch_up(self, position: int, totals: Sequence[Sums]) -> None:
+        """This worker is outside, and has got stable totals from a donor."""
+        for number, total in enumerate(totals, position):
+            self._totals[number] = total
+        self.core.catch_up(position + len(totals))
+        self._go()
+
+    def kept_totals(self, position: int) -> tuple[int, list[Sums]]:
+        """Returns the first total that is kept, and the stable ones from a position on."""
+        first = min(self._totals, default=self.core.position)
+        if position < first:
+            return first, []
+        return first, [self._totals[number] for number in range(position, self.core.stable)]
+
+    def stop(self, error: BaseException) -> None:
+        """Answers user code that waits with an error."""
+        if self._asked is not None:
+            _, answer = self._asked
+            self._asked = None
+            answer.set_exception(error)
+
+    # -- what follows -----------------------------------------------------------------------------
+
+    @property
+    def _view(self) -> int:
+        return -1 if self.core.view is None else self.core.view.number
+
+    def _go(self) -> None:
+        while True:
+            for action in self.core.take():
+                self._act(action)
+            early, self._early = self._early, []
+            self._early += [(worker, message) for worker, message in early if not self._take(worker, message)]
+            if len(self._early) == len(early) and not self._answer():
+                return
+
+    def _answer(self) -> bool:
+        """Answers user code, if there is something for it."""
+        if self._asked is None:
+            return False
+        position, answer = self._asked
+        if position < self.core.position:
+            answer.set_result(self._totals[position])
+        elif dealt := self.core.take_parts():
+            answer.set_result(dealt)
+        else:
+            return False
+        self._asked = None
+        return True
+
+    def _act(self, action: actions.Action) -> None:
+        match action:
+            case actions.SendReport(view, report):
+                self._adopt(view.number, report)
+                entries = tuple((entry.worker, entry.since) for entry in view.entries)
+                held = tuple((span.first, span.end) for span in report.held)
+                message = WorkerReport(
+                    view.number, view.lineage, entries, report.position, report.whole, held, report.begun
+                )
+                self._send(view.number, message)
+            case actions.Contribute(contribution):
+                value = encode_sums([self._own[span] for span in contribution.spans])
+                spans = tuple((span.first, span.end) for span in contribution.spans)
+                self._send(
+                    contribution.view,
+                    PartSums(contribution.view, contribution.position, spans, contribution.tag, value),
+                )
+            case actions.Merge(span):
+                first, second = halves(span)
+                self._own[span] = self._own.pop(first) + self._own.pop(second)
+            case actions.Drop(spans):
+                for span in spans:
+                    self._own.pop(span, None)
+            case actions.Complete(position, spans):
+                there = {span: self._own.get(span) or self._received[self._view, position, span] for span in spans}
+                self._hold_total(position, _added(there, Span(0, max(span.end for span in spans))))
+            case actions.GiveTotals(number, to, first, end):
+                value = encode_sums([self._totals[position] for position in range(first, end)])
+                self._outbox(to).put(number, Totals(number, first, value))
+            case actions.Holds(number, position):
+                self._send(number, HoldsTotals(number, position))
+            case actions.Stable(position):
+                self._drop_entered()
+                self._stable(position)
+                self._forget()
+            case actions.Differ(position, outvoted):
+                self._differ(position, outvoted)
+            case actions.Outside():
+                self._excluded()
+            case actions.NoneWhole(number):
+                self.none_whole_in = number
+
+    def _adopt(self, number: int, report: Report) -> None:
+        """Holds the spans of a report, also those that were received in the view before, and nothing else."""
+        at = report.position
+        before = {
+            span: sums
+            for (view, position, span), sums in sorted(self._received.items(), key=_by_view)
+            if view < number and position == at
+        }
+        self._own = {span: self._own.get(span) or before[span] for span in report.held}
+        self._received = {key: sums for key, sums in self._received.items() if key[0] >= number}
+
+    def _hold_total(self, position: int, total: Sums) -> None:
+        self._totals[position] = total
+        self._own.clear()
+        self._received = {key: sums for key, sums in self._received.items() if key[1] > position}
+
+    def keep_totals_for(self, newcomer: str, position: int) -> None:
+        """Keeps the totals from a position on, until the newcomer has entered and holds them, or is gone."""
+        self._keep_from[newcomer] = position, self._view
+
+    def drop_newcomers(self, there: Container[str]) -> None:
+        """Keeps totals only for newcomers that are there, or in the view that this worker has read."""
+        inside = () if self.core.view is None else self.core.view.workers
+        self._keep_from = {n: kept for n, kept in self._keep_from.items() if n in there or n in inside}
+
+    def _drop_entered(self) -> None:
+        """Keeps no totals for newcomers in the view: more is stable since they entered, so they lack nothing below."""
+        assert self.core.view is not None
+        for worker in self.core.view.workers:
+            if worker in self._keep_from and self._keep_from[worker][1] < self._view:
+                del self._keep_from[worker]
+
+    def _forget(self) -> None:
+        kept = min(self.core.stable, self.user_position, *(first for first, _ in self._keep_from.values()))
+        self._totals = {position: total for position, total in self._totals.items() if position >= kept}
+
+    def _send(self, view: int, message: Call) -> None:
+        """Sends a message to all other workers of the view."""
+        assert self.core.view is not None
+        for worker in self.core.view.workers:
+            if worker != self._node.id:
+                self._outbox(worker).put(view, message)
+
+    def _outbox(self, worker: str) -> Outbox:
+        if worker not in self._outboxes:
+            self._outboxes[worker] = Outbox(self._node, worker, lambda: self._view, self._refused)
+        return self._outboxes[worker]
+
+
+def _by_view(item: tuple[tuple[int, int, Span], Sums]) -> int:
+    return item[0][0]
+
+
+def _added(held: dict[Span, Sums], span: Span) -> Sums:
+    """Returns the sum of a span, along the tree."""
+    if span in held:
+        return held[span]
+    first, second = halves(span)
+    return _added(held, first) + _added(held, second)

@@ -1,0 +1,36 @@
+"""The interface of an elastic node, for its parts."""
+
+from __future__ import annotations
+
+from taskgraph.elastic.engine import Engine
+from taskgraph.elastic.reports import StableReports
+from taskgraph.node.life import NodeLife
+from taskgraph.protocol.messages import StateCopy
+
+__all__ = ["WorkerNode"]
+
+
+class WorkerNode(NodeLife):
+    """A node of an elastic job, as its parts see it.
+
+    Attributes:
+        engine: the values, messages and user code of its worker, until the worker is excluded.
+        reports: the reports of user code.
+        lineage: that of the state that user code began with.
+    """
+
+    engine: Engine
+    reports: StableReports
+    lineage: int
+
+    def has_begun(self) -> bool:
+        """True once user code may compute."""
+        raise NotImplementedError
+
+    def begin_with(self, copy: StateCopy, lineage: int) -> None:
+        """Lets user code begin with a copied state."""
+        raise NotImplementedError
+
+    async def copied_state(self) -> StateCopy | None:
+        """Returns the state of user code between two steps, once it is stable; None: the worker has ended."""
+        raise NotImplementedError

@@ -1,0 +1,119 @@
+"""How a newcomer enters: it copies the state of a worker, follows the totals, and proposes a view with itself.
+
+    outside ──state of a donor──► following ──few totals behind, all workers keep the rest──► entering ──► in the view
+       ▲──────── the donor is lost, and no other worker keeps the totals ────────┘
+
+Nobody waits for a newcomer until it proposes the view. All workers keep the totals that it lacks until it has entered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+from taskgraph.elastic.sums import decode_sums
+from taskgraph.errors import CoordinationError, LeaseGone, Refused, TransportError
+from taskgraph.protocol.elastic import transactions
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.messages import CopyState, FollowTotals, Reply, StateCopy, TotalsPage
+
+if TYPE_CHECKING:
+    from taskgraph.elastic.interface import WorkerNode
+
+__all__ = ["Joining"]
+
+_BEHIND = 1
+"""A newcomer proposes its view when its user code lacks at most this many stable totals: the others wait for these."""
+_FOLLOW_S = 0.001
+"""Pause between two requests for totals. It doubles while steps take longer."""
+_MOST_FOLLOW_S = 0.02
+
+
+class Joining:
+    """One newcomer's way into the view."""
+
+    def __init__(self, node: WorkerNode) -> None:
+        self._node = node
+        self._engine = node.engine
+        self._entering = -1  # the number of the view that it proposed last
+
+    async def run(self) -> None:
+        """Returns once this node is in the view, or the job has ended."""
+        node, copied = self._node, self._node.has_begun()
+        while node.keeper.view.running:
+            for donor in reversed(self._view().workers):
+                if donor in node.suspects or donor in node.gone:
+                    continue
+                if not copied:
+                    copied = await self._copy(donor)
+                if copied and await self._follow(donor):
+                    return
+            await node.short_pause()
+
+    def _view(self) -> View:
+        assert self._node.keeper.view.workers is not None
+        return View.of(self._node.keeper.view.workers.record)
+
+    async def _copy(self, donor: str) -> bool:
+        lineage = self._view().lineage
+        reply = await self._call(donor, CopyState())
+        if reply is None:
+            return False
+        self._node.begin_with(cast(StateCopy, reply), lineage)
+        return True
+
+    async def _follow(self, donor: str) -> bool:
+        """Follows the totals of a donor, and enters. Returns False if another donor must go on."""
+        core, pause_s = self._engine.core, _FOLLOW_S
+        while self._node.keeper.view.running:
+            page = cast("TotalsPage | None", await self._call(donor, FollowTotals(core.position, True)))
+            if page is None or page.first > core.position:
+                return False
+            if page.count:
+                self._engine.catch_up(core.position, decode_sums(page.value))
+            if page.stable - self._engine.user_position <= _BEHIND and await self._enter():
+                return True
+            pause_s = _FOLLOW_S if page.count else min(2 * pause_s, _MOST_FOLLOW_S)
+            await asyncio.sleep(pause_s)
+        return True
+
+    async def _enter(self) -> bool:
+        """Proposes a view with this node, if all workers keep the totals that it lacks. Returns True if it is in."""
+        node, view = self._node, self._view()
+        if (since := view.since(node.id)) is not None:
+            if since == self._entering:  # etcd's answer was lost
+                return True
+            await node.keeper.refresh()  # the view is of before this worker was excluded
+            return False
+        if view.lineage != node.lineage:
+            return False  # this node begins anew
+        at = self._engine.core.position
+        pages = await asyncio.gather(*(self._call(worker, FollowTotals(at, False)) for worker in view.workers))
+        if any(page is None or cast(TotalsPage, page).first > at for page in pages) or node.paused:
+            return False
+        job, writer, proposed = node.keeper.view, node.writer(), view.joined_by(node.id)
+        if job.workers is None or View.of(job.workers.record) != view or not job.running:
+            return False
+        self._entering = proposed.number
+        self._engine.core.enter(proposed.number)
+        txn = transactions.propose(job, proposed, node=node.id, node_revision=node.node_revision, writer=writer)
+        try:
+            revision = await node.transact(txn, key=job.keys.workers, writer=writer)
+        except (CoordinationError, LeaseGone):
+            revision = None
+        if revision is None:
+            await node.keeper.refresh()
+            return False
+        node.events.emit("joined", f"{node.name} joined after {at} sums")
+        await node.keeper.wait_for_revision(revision)
+        return True
+
+    async def _call(self, worker: str, message: CopyState | FollowTotals) -> Reply | None:
+        """Calls a worker; None if it did not answer."""
+        peer = self._node.router.peer(worker)
+        if peer is None:
+            return None
+        try:
+            return await self._node.transport.call(peer, message)
+        except (Refused, TransportError):
+            return None

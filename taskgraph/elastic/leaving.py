@@ -1,0 +1,34 @@
+"""How a worker leaves in good order: the others get a view without it; then it may go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from taskgraph.elastic.interface import WorkerNode
+
+__all__ = ["Leaving"]
+
+
+class Leaving:
+    """Decides if a draining worker may leave (`node.life.DrainingState`)."""
+
+    def __init__(self, node: WorkerNode) -> None:
+        self._node = node
+
+    def begin(self, why: str) -> None:
+        node = self._node
+        if node.draining:
+            return
+        node.draining = True
+        node.events.emit("drain", f"{node.name} leaves: {why}", fields={"leaves": node.id})
+        if node.running:
+            self.announce()
+
+    def announce(self) -> None:
+        self._node.own(self._node.announce(), "announce the drain")
+
+    @property
+    def over(self) -> bool:
+        node, known = self._node, self._node.keeper.view.workers
+        return node.draining and (known is None or node.id not in {worker for worker, _ in known.record.workers})

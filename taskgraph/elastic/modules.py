@@ -1,0 +1,105 @@
+"""Buffers and modes of PyTorch modules in the part loop. This module imports PyTorch.
+
+A part changes the buffers of its worker's modules, such as the running averages of BatchNorm. So each part starts from
+the buffers that the round began with; their changes are summed with the parts, and the mean change is added once. The
+mean of whole numbers is rounded down: `num_batches_tracked` advances by one. Modes (`train()`, `eval()`) that a part
+leaves behind are put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from taskgraph.errors import StepError
+
+__all__ = ["Modules"]
+
+
+class Modules:
+    """The modules of a run's state, in one round.
+
+    Args:
+        leaves: name and object of each leaf of the state.
+        zeros: count the change of a buffer that a part did not change as 0.
+    """
+
+    def __init__(self, leaves: Iterable[tuple[str, Any]], zeros: bool) -> None:
+        self._zeros = zeros
+        self._modules: dict[str, torch.nn.Module] = {}
+        seen: set[torch.nn.Module] = set()  # a module may be part of two leaves
+        for name, leaf in leaves:
+            if isinstance(leaf, torch.nn.Module):
+                self._modules |= dict(leaf.named_modules(memo=seen, prefix=name))
+        self._modes: dict[str, bool] = {}
+        self._before: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Begins the part loop."""
+        self._modes = {path: module.training for path, module in self._modules.items()}
+        self._before = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{path}.{name}": buffer
+            for path, module in self._modules.items()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Takes the changes of a part, and puts buffers and modes back.
+
+        Raises:
+            StepError: a buffer has another shape than before, or is no number.
+        """
+        for path, module in self._modules.items():
+            module.training = self._modes[path]
+        changes: dict[str, torch.Tensor] = {}
+        buffers = self._buffers()
+        for name, before in self._before.items():
+            now = buffers[name].detach()
+            if now.shape != before.shape or now.dtype != before.dtype:
+                raise StepError(
+                    f"the buffer {name} got shape {tuple(now.shape)} and {now.dtype} in a part, from "
+                    f"{tuple(before.shape)} and {before.dtype}: keep what changes its shape outside the part loop"
+                )
+            same = torch.equal(now, before)
+            if same and not (self._zeros and _summable(before)):
+                continue
+            if not _summable(before):
+                raise StepError(
+                    f"the buffer {name} of {before.dtype} changed in a part, and has no mean change: change it outside "
+                    f"the part loop"
+                )
+            wide = torch.int64 if not (before.is_floating_point() or before.is_complex()) else before.dtype
+            changes[name] = now.to(wide) - before.to(wide)
+            if not same:
+                with torch.no_grad():
+                    buffers[name].copy_(before)
+        return changes
+
+    def put(self, changes: Mapping[str, torch.Tensor], parts: int) -> None:
+        """Adds the mean of the changes of all parts."""
+        buffers = self._buffers()
+        with torch.no_grad():
+            for name, change in changes.items():
+                buffer = buffers.get(name)
+                if buffer is None or buffer.shape != change.shape:
+                    raise StepError(
+                        f"other workers have a buffer {name} with shape {tuple(change.shape)}, and run.state has no "
+                        f"such buffer here: make the same model on all workers"
+                    )
+                exact = change.is_floating_point() or change.is_complex()
+                mean = change / parts if exact else torch.div(change, parts, rounding_mode="floor")
+                buffer.copy_((buffer.to(mean.dtype) + mean.to(buffer.device)).to(buffer.dtype))
+
+
+def _summable(buffer: torch.Tensor) -> bool:
+    return buffer.dtype != torch.bool and (buffer.is_floating_point() or buffer.is_complex() or _is_int(buffer))
+
+
+def _is_int(buffer: torch.Tensor) -> bool:
+    return buffer.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

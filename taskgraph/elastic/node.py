@@ -1,0 +1,435 @@
+"""A node of an elastic job: one worker, from registering to leaving.
+
+    load the job ──► register ──► first view, or enter ──► user code and engine ──► the value is put ──► leave
+
+The node's lease, its key and the loss of other nodes are those of task graphs (`node.membership`). What is left is to
+propose views: without workers that are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine, Iterable
+from typing import Any, Unpack
+
+from msgspec import structs
+
+from taskgraph.elastic.checkpoints import Checkpoints
+from taskgraph.elastic.engine import Engine
+from taskgraph.elastic.interface import WorkerNode
+from taskgraph.elastic.joining import Joining
+from taskgraph.elastic.leaving import Leaving
+from taskgraph.elastic.reports import StableReports
+from taskgraph.elastic.run import Run
+from taskgraph.elastic.seeding import seed_generators
+from taskgraph.elastic.silence import Silence
+from taskgraph.elastic.sums import encode_sums
+from taskgraph.elastic.usercall import Stopped, UserCall
+from taskgraph.errors import CoordinationError, JobError, LeaseGone
+from taskgraph.graph.values import encode
+from taskgraph.node.life import LifeArguments
+from taskgraph.node.membership.registration import Registration
+from taskgraph.node.membership.suspicion import Suspicion
+from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.observe.status import NodeStatus, TaskResult
+from taskgraph.observe.usage import Usage
+from taskgraph.protocol.elastic import transactions
+from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.worker import Phase, Worker
+from taskgraph.protocol.kv import Compare
+from taskgraph.protocol.messages import (
+    Accepted,
+    Call,
+    CopyState,
+    Encoded,
+    FollowTotals,
+    Reason,
+    Refusal,
+    Reply,
+    StateCopy,
+    TotalsPage,
+)
+from taskgraph.protocol.records import name_of
+
+__all__ = ["ElasticNode"]
+
+_DIFFER_AGAIN = 20
+"""Workers that differ again within so many sums differ for a lasting reason: the job fails."""
+
+
+class ElasticNode(WorkerNode):
+    """One node of one elastic job. `run` it once."""
+
+    def __init__(self, **arguments: Unpack[LifeArguments]) -> None:
+        super().__init__(**arguments)
+        self.file_threads = self.threads
+        self.serving = self._serve
+        self.draining_state = Leaving(self)
+        self.checkpoints = Checkpoints(self)
+        self.suspicion = Suspicion(
+            self, self._workers, unproved=lambda: self.registration.unproved, changed=self._changed
+        )
+        self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.suspicion.update)
+        self.silence = Silence(self, self._changed)
+        self.reports = StableReports(self._report_counts)
+        self._joining: asyncio.Task[None] | None = None
+        self.lineage = 0
+        self._outside_since = -1  # the number of the view that excluded this worker
+        self._begin_anew()
+        self._wake = asyncio.Event()
+        self._outvoted: frozenset[str] = frozenset()  # workers that differ from most others
+        self._differed_at = -_DIFFER_AGAIN - 1  # the position at which workers differed last
+        self._stop_following = self.keeper.on_change(self._changed)
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def services(self) -> dict[str, Coroutine[Any, Any, None]]:
+        return {
+            "views": self._follow(),
+            "user code": self._work(),
+            "checkpoints": self.checkpoints.run(),
+            "silence": self.silence.run(),
+        }
+
+    def stop_following(self) -> None:
+        self._stop_following()
+        self.call.stop()
+
+    def _begin_anew(self) -> None:
+        """Makes the engine and the call of user code of a worker that is in no view."""
+        self.engine = Engine(
+            self,
+            Worker(self.id),
+            refused=self.suspicion.call_refused,
+            stable=self.reports.note_stable,
+            differ=self._differ,
+            excluded=self._excluded,
+        )
+        self.call = UserCall(self, self.engine, self._call_function)
+        if self._joining is not None:
+            self._joining.cancel()
+        self._joining = None
+
+    def _workers(self) -> tuple[str, ...]:
+        known = self.keeper.view.workers
+        return () if known is None else tuple(worker for worker, _ in known.record.workers)
+
+    # -- views ------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """The view of the job, or which nodes are suspected, has changed."""
+        if not self.running:
+            return
+        self.suspicion.update()
+        view = self.keeper.view
+        if self.id in view.gone:
+            self.end_with(JobError(f"{self.name} was declared gone: {view.gone[self.id].record.reason}"))
+        workers = () if view.workers is None else (worker for worker, _ in view.workers.record.workers)
+        self.engine.drop_newcomers({*view.nodes, *workers})
+        self._wake.set()
+
+    async def _follow(self) -> None:
+        """Follows the views in etcd, and proposes the next one."""
+        asyncio.get_running_loop().call_later(self.settings.start_wait_s, self._wake.set)
+        self._changed()
+        while True:
+            self._wake.clear()
+            if self.keeper.view.workers is not None:
+                await self._read_view(View.of(self.keeper.view.workers.record))
+            if not self.paused and self.keeper.view.running:
+                if self._must_return():
+                    await self._return()
+                    continue
+                if (proposed := self._proposal()) is not None:
+                    await self._propose(proposed)
+                    continue
+            await self._wake.wait()
+
+    async def _read_view(self, view: View) -> None:
+        """Follows a view: begins, joins, or goes on."""
+        core = self.engine.core
+        if view.number < self._outside_since:
+            return  # a message brought the one that excludes this worker
+        self._outvoted &= frozenset(view.workers)  # one that enters again begins with a copied state
+        if core.phase == Phase.OUTSIDE and self.call.begun and self.lineage != view.lineage:
+            self.call.stop()  # others returned: the totals that this newcomer has may be undone
+            self._begin_anew()
+            core = self.engine.core
+        if not self.call.begun and view.since(self.id) == view.lineage:
+            await self._begin_in_first_view(view)
+        elif core.phase == Phase.OUTSIDE and self._joining is None and view.since(self.id) is None:
+            self._joining = self.own(Joining(self).run(), "join")
+        self.engine.read_view(view)
+
+    def _excluded(self) -> None:
+        """This worker has read a view without itself."""
+        assert self.engine.core.view is not None
+        self._outside_since = self.engine.core.view.number
+        if not self.draining:
+            self.events.emit("excluded", f"{self.name} was taken for lost: it copies the state, and enters again")
+            self.call.stop()
+            self._begin_anew()
+            self._wake.set()
+
+    async def _begin_in_first_view(self, view: View) -> None:
+        """Begins as a worker of the first view, which this node may not have read, from the checkpoint if any."""
+        core = self.engine.core
+        copy = await self.checkpoints.read()
+        if copy is None:
+            self.call.begin()
+        else:
+            self.begin_with(copy, view.lineage)
+        core.whole = True
+        core.enter(view.lineage)
+
+    def _proposal(self) -> View | None:
+        job, core = self.keeper.view, self.engine.core
+        if job.workers is None:
+            live = {n: v for n, v in job.nodes.items() if v.record.run == self.spec.run and n not in job.gone}
+            order = sorted(live, key=lambda node: (live[node].create_revision, node))
+            waits = self.now() < self.started_at + self.settings.start_wait_s
+            expected = self.spec.expected_nodes - len(job.gone) if waits else 1
+            if len(order) < max(1, self.job.min_nodes, expected) or order[0] != self.id:
+                return None
+            return View(0, 0, tuple(Entry(node, 0) for node in order))
+        view = View.of(job.workers.record)
+        if core.view != view or self.id in self._outvoted:
+            return None
+        if core.phase == Phase.OUTSIDE:  # if it is listed, then by an earlier entry
+            lost = frozenset({self.id})
+        elif core.whole:
+            lost = self.suspects | self.gone | self.silence.workers | self.leavers() | self._outvoted
+        else:
+            lost = self.gone  # those that are only suspected may hold totals that it lacks
+        return view.without(lost) if lost & set(view.workers) else None
+
+    def leavers(self) -> frozenset[str]:
+        """Workers that drain, unless no whole worker would be left."""
+        job = self.keeper.view
+        draining = frozenset(node for node, known in job.nodes.items() if known.record.draining)
+        inside = set() if job.workers is None else {worker for worker, _ in job.workers.record.workers}
+        return draining if inside - draining - self.suspects - self.gone else frozenset()
+
+    async def _propose(self, view: View) -> None:
+        writer, job = self.writer(), self.keeper.view
+        before = self._workers()
+        txn = transactions.propose(job, view, node=self.id, node_revision=self.node_revision, writer=writer)
+        try:
+            revision = await self.transact(txn, key=job.keys.workers, writer=writer)
+        except (CoordinationError, LeaseGone):
+            revision = None
+        if revision is None:
+            await self.keeper.refresh()
+            await self.short_pause()
+        else:
+            self._emit_losses(before, view)
+            await self.keeper.wait_for_revision(revision)
+
+    def _emit_losses(self, before: Iterable[str], view: View) -> None:
+        """Emits which workers this node excluded, unless their death or departure is known."""
+        job = self.keeper.view
+        for worker in before:
+            if worker not in view.workers and worker not in job.nodes and worker not in job.gone:
+                text = f"{name_of(worker)} does not answer: its lease ended (the node is frozen or cut off)"
+                self.events.emit("lost", text, fields={"lost": worker})
+
+    def _must_return(self) -> bool:
+        """True if no worker is left that holds all totals, and this node is the one to go on."""
+        job, core = self.keeper.view, self.engine.core
+        if job.workers is None or core.whole:
+            return False
+        view = View.of(job.workers.record)
+        if core.phase == Phase.OUTSIDE:
+            return not self.draining and view.number >= self._outside_since and {*view.workers} - {self.id} <= self.gone
+        return self.engine.none_whole_in == view.number and view.workers[0] == self.id
+
+    async def _return(self) -> None:
+        """Begins a lineage: alone, from the totals that this newcomer has, or from the checkpoint.
+
+        The totals of a newcomer are stable, so nothing that was given out is undone, unless the checkpoint is newer.
+        """
+        job, core = self.keeper.view, self.engine.core
+        assert job.workers is not None
+        saved = job.checkpoint.record.epoch if job.checkpoint is not None else -1
+        if not self.call.begun and saved < 0:
+            text = (
+                "no worker is left that holds the state, and there is no checkpoint: start more workers, so that one "
+                "of them lives, or give the job a checkpoint (@tg.elastic(checkpoint='file:///...'))"
+            )
+            fences = (Compare(job.keys.workers, job.workers.mod_revision), self._own_key())
+            await self.fail_with(JobError(text), None, None, fences, "")
+            return
+        if self.call.begun and saved > core.position:
+            self.call.stop()
+            self._begin_anew()
+            core = self.engine.core
+        if self._joining is not None:
+            self._joining.cancel()  # no donor is left
+            self._joining = None
+        number, writer = job.workers.record.number + 1, self.writer()
+        view = View(number, number, (Entry(self.id, number),))
+        gone = sorted({worker for worker, _ in job.workers.record.workers} & self.gone)
+        txn = transactions.return_alone(job, view, gone, node=self.id, node_revision=self.node_revision, writer=writer)
+        try:
+            revision = await self.transact(txn, key=job.keys.workers, writer=writer)
+        except (CoordinationError, LeaseGone):
+            revision = None
+        if revision is None:
+            await self.keeper.refresh()
+            await self.short_pause()
+            return
+        since = core.position if self.call.begun else saved
+        text = f"all other workers are gone: {self.name} goes on alone after {since} sums"
+        self.events.emit("returned", text)
+        if self.call.begun:
+            core.whole = True
+            core.enter(number)
+            self.lineage = number
+        await self.keeper.wait_for_revision(revision)
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    async def _serve(self, peer: str, message: Call) -> Reply:
+        if not self.running:
+            return Refusal(Reason.CLOSING, "")
+        if isinstance(message, CopyState):
+            copy = await self.call.copied_state(peer)
+            if copy is None:
+                return Refusal(Reason.CLOSING, "")
+            return structs.replace(copy, reports=self.reports.packed())
+        if isinstance(message, FollowTotals):
+            return self._totals_for(peer, message)
+        self.engine.receive(peer, message)
+        self._wake.set()  # a report may have brought a newer view
+        return Accepted()
+
+    def _totals_for(self, newcomer: str, message: FollowTotals) -> Reply:
+        first, totals = self.engine.kept_totals(message.position)
+        if first <= message.position:
+            self.engine.keep_totals_for(newcomer, message.position)
+        if not message.send:
+            totals = []
+        return TotalsPage(first, len(totals), self.engine.core.stable, encode_sums(totals))
+
+    # -- user code --------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        """Runs user code, once for each time that this worker enters, and ends the job with its value."""
+        await self.keeper.wait_until(lambda v: v.workers is not None)
+        while True:
+            call = self.call
+            try:
+                await self.threads.run(call)
+                break
+            except Stopped:
+                if call is self.call:
+                    return  # the node leaves
+            except Exception as error:
+                if self.leaving:
+                    return
+                if call is self.call:
+                    await self._fail(error)
+                    return
+        self.engine.ended(call.positions)
+        await self._finish(call.positions)
+
+    def _call_function(self, call: UserCall) -> tuple[Encoded, int]:
+        elastic = self.job.elastic
+        assert elastic is not None
+        seed_generators(self.spec.seed)
+        run = Run(call)
+        value = elastic.function(run, **elastic.arguments)
+        return encode(value, what=f"the value of {elastic.function.__name__}"), run.positions
+
+    def has_begun(self) -> bool:
+        return self.call.begun
+
+    def begin_with(self, copy: StateCopy, lineage: int) -> None:
+        self.lineage = lineage
+        self.reports.continue_from(copy.reports, copy.step)
+        self.call.begin_with(copy)
+
+    async def copied_state(self) -> StateCopy | None:
+        return await self.call.copied_state()
+
+    async def _fail(self, error: Exception) -> None:
+        """Fails the job with an error of user code."""
+        assert self.job.elastic is not None
+        await self._fail_with(UserCodeError(self.job.elastic.function.__name__, error))
+
+    async def _fail_with(self, error: UserCodeError | JobError) -> None:
+        await self.fail_with(error, None, None, (self._own_key(),), "")
+
+    def _own_key(self) -> Compare:
+        return Compare(self.keeper.view.keys.node(self.id), self.node_revision)
+
+    async def _finish(self, positions: int) -> None:
+        """Puts the value: ends the job once all workers hold the last total."""
+        while self.keeper.view.running:
+            job = self.keeper.view
+            if self.engine.core.stable >= positions and not self.paused and job.workers is not None:
+                writer = self.writer()
+                txn = transactions.finish(
+                    job, positions=positions, node=self.id, node_revision=self.node_revision, writer=writer
+                )
+                if await self.transact(txn, key=job.keys.status, writer=writer) is not None:
+                    self.events.emit("finished", f"job {self.spec.name!r} finished after {positions} sums")
+                    return
+                await self.keeper.refresh()
+            await self.short_pause()
+
+    # -- what comes out ---------------------------------------------------------------------------
+
+    def _differ(self, position: int, outvoted: tuple[str, ...]) -> None:
+        """Excludes workers whose totals, state or user code differ from those of most others."""
+        if position - self._differed_at <= _DIFFER_AGAIN:
+            names = " and ".join(map(name_of, outvoted))
+            text = (
+                f"the state of {names} differs from the others' at sum {position}, and it did just before, too: "
+                f"something that later steps read is not named in run.state, or the update is not deterministic"
+            )
+            self.own(self._fail_with(JobError(text)), "fail the job")
+            return
+        self._differed_at = position
+        self._outvoted = frozenset(outvoted)
+        if self.id not in outvoted:
+            for worker in outvoted:
+                name = name_of(worker)
+                self.events.emit("differs", f"{name} differs from the others at sum {position}: it enters anew")
+        self._wake.set()
+
+    def _report_counts(self, step: int, numbers: dict[str, float]) -> None:
+        """Emits the numbers of a step, on the most senior worker."""
+        view = self.engine.core.view
+        if view is not None and view.workers[:1] == (self.id,) and not self.paused:
+            self.events.emit("commit", f"step {step} is stable", epoch=step, transient=True, fields=numbers)
+
+    def status(self) -> NodeStatus:
+        view = self.keeper.view
+        return NodeStatus(
+            node=self.id,
+            name=self.name,
+            host=self.host,
+            pid=os.getpid(),
+            paused=self.paused,
+            draining=self.draining,
+            stamp=(view.stamp.attempt, view.stamp.epoch) if view.stamp else None,
+            revision=view.revision,
+            leader=view.workers is not None and view.workers.record.workers[0][0] == self.id,
+            replicas=(),
+            waits=(*self.registration.waits, *self.keeper.waits, *self.writes.waits),
+            usage=Usage.now(),
+        )
+
+    async def results(self) -> list[TaskResult]:
+        """Waits for the end of the job. Returns its value, if this node is the first living worker of the view."""
+        await self.keeper.wait_until(lambda v: not v.running)
+        view = self.keeper.view
+        if view.result_holders().get(0) != self.id or view.stamp is None or self.call.value is None:
+            return []
+        attempt, epoch = view.stamp
+        if view.finished:
+            self.reports.note_stable(self.call.positions)  # this worker may not have heard that from all others
+        lasted_s = self.now() - self.started_at
+        return [TaskResult(0, epoch, attempt, self.call.value, (), self.reports.packed(), lasted_s)]

@@ -1,0 +1,64 @@
+"""Messages to one worker, sent in order, each until the worker has taken it or the message is of an old view."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from taskgraph.errors import PeerGone, Refused, TransportError
+from taskgraph.protocol.messages import Call
+
+if TYPE_CHECKING:
+    from taskgraph.node.core import NodeCore
+
+__all__ = ["Outbox"]
+
+
+class _Waiting(NamedTuple):
+    view: int
+    message: Call
+
+
+class Outbox:
+    """Sends messages to one worker.
+
+    Args:
+        peer: the worker's node id.
+        view: returns the number of the view that this node has read.
+        refused: called when the worker's port refuses connections.
+    """
+
+    def __init__(self, node: NodeCore, peer: str, view: Callable[[], int], refused: Callable[[str], None]) -> None:
+        self._node = node
+        self._peer = peer
+        self._view = view
+        self._refused = refused
+        self._waiting: deque[_Waiting] = deque()
+        self._sending: asyncio.Task[None] | None = None
+
+    def put(self, view: int, message: Call) -> None:
+        """Sends a message of a view after all earlier ones."""
+        self._waiting.append(_Waiting(view, message))
+        if self._sending is None or self._sending.done():
+            self._sending = self._node.own(self._send_all(), f"send to {self._peer}")
+
+    async def _send_all(self) -> None:
+        while self._waiting:
+            view, message = self._waiting[0]
+            if view < self._view() or await self._sent(message):
+                self._waiting.popleft()
+
+    async def _sent(self, message: Call) -> bool:
+        peer = self._node.router.peer(self._peer)
+        if peer is not None:
+            try:
+                await self._node.transport.call(peer, message)
+                return True
+            except PeerGone:
+                self._refused(self._peer)
+            except (Refused, TransportError):
+                pass  # it is paused or busy, or the connection broke
+        await self._node.short_pause()
+        return False

@@ -1,0 +1,310 @@
+"""Parts of a step, and the rounds in which they are summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.elastic.libraries import pytorch
+from taskgraph.elastic.seeding import derived_seed, seed_generators
+from taskgraph.elastic.state import leaves
+from taskgraph.elastic.sums import Sums, difference
+from taskgraph.errors import StepError
+from taskgraph.graph.values import encode
+
+if TYPE_CHECKING:
+    from taskgraph.elastic.data import Data
+    from taskgraph.elastic.gradients import Gradients
+    from taskgraph.elastic.modules import Modules
+    from taskgraph.protocol.messages import Encoded
+
+__all__ = ["ModesKept", "Part", "Place", "Round", "pytorch_modes"]
+
+_KINDS = {"mean": "gradients", "sum": "summed gradients"}
+"""`reduce` of `part.backward` -> the name of the gradients in the sums."""
+
+
+class Place(NamedTuple):
+    """Where a part is.
+
+    Attributes:
+        seed: of the run.
+        step: number, from 0.
+        round: number, from 1.
+    """
+
+    seed: int
+    step: int
+    round: int
+
+
+class ModesKept:
+    """The modes of PyTorch modules (`train()`, `eval()`), to be put back."""
+
+    def __init__(self, modes: Mapping[Any, bool]) -> None:
+        self._modes = modes
+
+    def restore(self) -> None:
+        for module, training in self._modes.items():
+            module.training = training
+
+
+def pytorch_modes(state: Any) -> ModesKept:
+    """Returns the modes of all modules of a state: pieces change them on the workers that compute some."""
+    torch = pytorch()
+    if torch is None:
+        return ModesKept({})
+    modules = [leaf for _, leaf in leaves(state) if isinstance(leaf, torch.nn.Module)]
+    return ModesKept({each: each.training for module in modules for each in module.modules()})
+
+
+class Round:
+    """One pass over the parts of a step, on one worker: what all parts have in common.
+
+    Args:
+        state: what `run.state` got.
+        zeros: `unused="zero"` of `run.steps`.
+    """
+
+    def __init__(self, place: Place, state: Any, zeros: bool) -> None:
+        self.place = place
+        self.gradients: Gradients | None = None
+        self._modules: Modules | None = None
+        self._first: tuple[int, Sums] | None = None
+        self._collected: set[str] = set()
+        if pytorch() is not None:
+            from taskgraph.elastic.gradients import Gradients
+            from taskgraph.elastic.modules import Modules
+
+            found = list(leaves(state))
+            self.gradients, self._modules = Gradients(found, zeros), Modules(found, zeros)
+            self.gradients.begin()
+            self._modules.begin()
+
+    def close(self, part: Part) -> Sums:
+        """Returns what a part contributes.
+
+        Raises:
+            StepError: it contributes nothing, or something unlike the first part.
+        """
+        where = f"part {part.number} of step {self.place.step}"
+        if part.calls == 0:
+            raise StepError(
+                f"{where} ended without part.add(...), part.backward(...) or part.collect(...): give what it "
+                f"contributes, or call part.add() if that is nothing"
+            )
+        if self.gradients is not None:
+            self._check_parameters(where)
+        changes = {} if self._modules is None else self._modules.take()
+        sums = part.sums(changes)
+        if self._first is None:
+            self._first, self._collected = (part.number, sums), part.collected.keys() | set()
+        self._check_alike(where, sums, part.collected)
+        return sums
+
+    def _check_parameters(self, where: str) -> None:
+        assert self.gradients is not None
+        if (changed := self.gradients.changed()) is not None:
+            raise StepError(
+                f"{where} changed the parameter {changed}: parts have to start from the same parameters; call "
+                f"optimizer.step() after `for part in step`"
+            )
+        if (left := self.gradients.left()) is not None:
+            raise StepError(
+                f"{where} left a gradient in {left}.grad, which no total gets: call part.backward(loss) in place of "
+                f"loss.backward()"
+            )
+
+    def _check_alike(self, where: str, sums: Sums, collected: Mapping[str, Any]) -> None:
+        assert self._first is not None
+        first, of_first = self._first
+        if collected.keys() != self._collected:
+            raise StepError(
+                f"{where} collected {_names(collected)}, and part {first} {_names(self._collected)}: collect the same "
+                f"names in all parts"
+            )
+        found = difference(sums.layout, of_first.layout)
+        if found is None:
+            return
+        path, here, there = found
+        if path[:1] in (("gradients",), ("buffers",)) and "nothing" in (here, there):
+            advice = 'use all parameters in all parts, or count those as 0 with run.steps(unused="zero")'
+        else:
+            advice = "add the same names with the same shapes and dtypes in all parts"
+        raise StepError(f"{where} has {here} as {title(path)}, and part {first} has {there}: {advice}")
+
+    def finish(self, total: Mapping[str, Any], parts: int) -> None:
+        """Puts gradients and buffers of the total where user code expects them."""
+        for kind in _KINDS.values():
+            if kind in total:
+                assert self.gradients is not None
+                self.gradients.put(total, kind)
+        if self._modules is not None:
+            self._modules.put(total.get("buffers", {}), parts)
+
+
+class Part:
+    """A fixed share of a step's rows.
+
+    Attributes:
+        number: from 0.
+        rows: its rows, int64, shape (size,). Never empty.
+        size: the number of its rows.
+        seed: of run, step and part; the same in all rounds. `random`, `numpy.random` and PyTorch are seeded from it and
+            the round when the part begins.
+    """
+
+    def __init__(self, of: Round, number: int, rows: NDArray[np.int64], data: Data | None) -> None:
+        place = of.place
+        self.number = number
+        self.rows = rows.copy()  # PyTorch warns of arrays that cannot be written
+        self.size = len(rows)
+        self.seed = derived_seed(place.seed, place.step, number, 2)
+        self.calls = 0
+        self.collected: dict[str, Any] = {}
+        self._round = of
+        self._data = data
+        self._read: Any = None
+        self._added: dict[str, Any] = {}
+        self._trained: _Backward | None = None
+
+    def begin(self) -> None:
+        seed_generators(derived_seed(self.seed, self._round.place.round))
+
+    @property
+    def data(self) -> Any:
+        """The part's rows of the data that `run.steps` got; the same in all rounds of a step.
+
+        Each row is read with generators seeded from run, step and row.
+        """
+        if self._data is None:
+            raise StepError("part.data is there if run.steps(data, ...) got a Dataset or a DataLoader")
+        if self._read is None:
+            place = self._round.place
+            self._read = (self._data.read(self.rows, lambda row: derived_seed(place.seed, place.step, row, 4)),)
+            seed_generators(derived_seed(self.seed, place.round, 5))
+        return self._read[0]
+
+    def add(self, **trees: Any) -> None:
+        """Adds to the totals of the round, `step[name]`; 16-bit floats in float32. `add()`: nothing to add.
+
+        Raises:
+            StepError: the part has added such a name already.
+        """
+        twice = self._added.keys() & trees.keys()
+        if twice:
+            raise StepError(f"part {self.number} added {min(twice)!r} twice: add the sum of both")
+        self.calls += 1
+        self._added.update(trees)
+
+    def collect(self, **trees: Any) -> None:
+        """Sends trees to all workers, where `step.all(name)` has those of all parts; they are not summed.
+
+        Raises:
+            StepError: the part has collected such a name already.
+            ValueNotEncodable: a value cannot travel.
+        """
+        twice = self.collected.keys() & trees.keys()
+        if twice:
+            raise StepError(f"part {self.number} collected {min(twice)!r} twice: collect a list of both")
+        self.calls += 1
+        self.collected.update(trees)
+
+    def backward(
+        self, loss: Any, *, weight: Any = None, reduce: str = "mean", inputs: Iterable[Any] | Any | None = None
+    ) -> None:
+        """Takes the gradients of a PyTorch loss.
+
+        After the round `p.grad` is sum(weight * gradient) / sum(weight) over all parts, for each parameter that
+        `run.state` names. Several losses of one part are added; their gradients, too.
+
+        Args:
+            loss: the mean over the part, a tensor with one element.
+            weight: what the mean counts; the part's size, unless given (number of tokens, ...).
+            reduce: "mean", or "sum" for sum(weight * gradient).
+            inputs: as in `torch.Tensor.backward`: only these get gradients.
+
+        Raises:
+            StepError: `loss` is no such tensor, no parameter got a gradient, or weight or reduce do not fit.
+        """
+        gradients = self._round.gradients
+        if gradients is None or not hasattr(loss, "backward"):
+            raise StepError(f"part.backward takes a PyTorch tensor, not {type(loss).__name__}: others go to part.add")
+        if loss.numel() != 1:
+            raise StepError(f"part.backward takes the mean over the part, not a loss of shape {tuple(loss.shape)}")
+        counted = self._weight(weight, reduce)
+        if (left := gradients.left()) is not None:
+            raise StepError(f"{left}.grad is set before part.backward(loss), which calls loss.backward() itself")
+        loss.backward(inputs=inputs if inputs is None or hasattr(inputs, "backward") else list(inputs))
+        taken = gradients.take()
+        if not taken:
+            raise StepError(
+                "part.backward: no parameter got a gradient: name the module, or its parameters, in run.state(...)"
+            )
+        self.calls += 1
+        if self._trained is None:
+            self._trained = _Backward(counted, reduce)
+        self._trained.take(float(loss.detach()), taken)
+
+    def _weight(self, weight: Any, reduce: str) -> float:
+        counted = float(self.size if weight is None else weight)
+        if not (math.isfinite(counted) and counted >= 0):
+            raise StepError(f"part.backward(weight={counted}): must be 0 or more")
+        if reduce not in _KINDS:
+            raise StepError(f'part.backward(reduce={reduce!r}): must be "mean" or "sum"')
+        before = self._trained
+        if before is not None and (before.weight, before.reduce) != (counted, reduce):
+            raise StepError(
+                f"part {self.number} calls part.backward with weight={counted:g} and reduce={reduce!r} after "
+                f"weight={before.weight:g} and reduce={before.reduce!r}: add the losses up, or take a further round"
+            )
+        return counted
+
+    def sums(self, changes: Mapping[str, Any]) -> Sums:
+        """Returns what the part contributes; `changes` are those of modules' buffers."""
+        tree: dict[str, Any] = {"add": self._added}
+        if changes:
+            tree["buffers"] = dict(changes)
+        if self._trained is not None:
+            assert self._round.gradients is not None
+            tree["loss"], tree["weight"] = self._trained.loss * self._trained.weight, self._trained.weight
+            trained = self._trained
+            tree |= self._round.gradients.sums(trained.taken, trained.weight, _KINDS[trained.reduce])
+        return Sums.of(tree, {self.number: self._encoded()} if self.collected else None)
+
+    def _encoded(self) -> Encoded:
+        pytorch()
+        return encode(self.collected, what=f"part.collect of part {self.number}")
+
+
+class _Backward:
+    """What `backward` took from one part."""
+
+    def __init__(self, weight: float, reduce: str) -> None:
+        self.weight = weight
+        self.reduce = reduce
+        self.loss = 0.0
+        self.taken: dict[str, Any] = {}
+
+    def take(self, loss: float, taken: Mapping[str, Any]) -> None:
+        self.loss += loss
+        for name, gradient in taken.items():
+            self.taken[name] = self.taken[name] + gradient if name in self.taken else gradient
+
+
+def title(path: tuple[str, ...]) -> str:
+    """Names what is at a path of the sums of a part."""
+    kind, names = path[0] if path else "", ".".join(path[1:])
+    if kind in _KINDS.values():
+        return f"the gradient of {names}"
+    if kind == "buffers":
+        return f"the change of the buffer {names}"
+    return {"add": f"part.add({names}=...)" if names else "part.add()"}.get(kind, f"the {kind} of part.backward")
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "nothing"

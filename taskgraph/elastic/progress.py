@@ -1,0 +1,125 @@
+"""Where user code is in its run, and pieces that are computed once for all workers (`run.once`, `run.map`).
+
+Pieces are a round of their own: each is a part, and what its worker computes is collected and reaches all. So pieces
+are dealt, and computed again after a death, as parts are.
+
+What is computed before the first step travels with the state: a newcomer's user code begins at its top, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from taskgraph.elastic.engine import chained
+from taskgraph.elastic.libraries import pytorch
+from taskgraph.elastic.seeding import Turn, derived_seed, seed_generators
+from taskgraph.elastic.sums import Sums
+from taskgraph.errors import StepError
+from taskgraph.graph.values import decode, encode
+
+if TYPE_CHECKING:
+    from taskgraph.elastic.usercall import UserCall
+
+__all__ = ["BOUNDARY", "PIECE", "SUMMED", "Progress"]
+
+SUMMED: Final = 1
+BOUNDARY: Final = 3
+PIECE: Final = 4
+"""Seeds of code after a round, between two steps, and in a piece: they differ at one position."""
+
+
+class Progress:
+    """Where user code is in its run, on one worker.
+
+    Attributes:
+        node: the call of user code, as its node sees it.
+        turn: taken while user code runs.
+        position: the number of totals that it has got.
+        tag: a digest of them.
+        in_steps: the first step has begun.
+        early: what `run.once` and `run.map` gave before that, in order.
+    """
+
+    def __init__(self, node: UserCall, turn: Turn) -> None:
+        self.node = node
+        self.turn = turn
+        self.position = 0
+        self.tag = b""
+        self.in_steps = False
+        self.early: list[Any] = []
+        self._begun = False
+        self._copied: tuple[int, int, bytes, dict[str, Any]] | None = (
+            None  # step, position, tag and state to begin with
+        )
+        self._known: list[Any] = []  # values of `early` that came with the copied state, and user code has not got
+
+    def begin(self) -> tuple[int, dict[str, Any]] | None:
+        """Waits until user code may compute. Returns the number of the first step and the state to load, if this worker
+        begins with a copied one.
+        """
+        self._wait()
+        self.in_steps = True
+        if self._copied is None:
+            return None
+        step, self.position, self.tag, state = self._copied
+        return step, state
+
+    def _wait(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        with self.turn.passed():
+            copied = self.node.first_state()
+        if copied is not None:
+            pytorch()
+            content = decode(copied.value)
+            self._known = list(content["early"])
+            self._copied = copied.step, copied.position, copied.tag, content["state"]
+
+    def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None) -> int | Sums:
+        """Asks for a part of the position at work, or for its total, as `UserCall.ask` does.
+
+        Args:
+            what: tells this position from others: all workers ask for the same.
+        """
+        with self.turn.passed():
+            answer = self.node.ask(self.position, parts, self.tag + what, done)
+        if isinstance(answer, Sums):
+            self.position, self.tag = self.position + 1, chained(self.tag, answer)
+        return answer
+
+    def seed(self, what: int) -> None:
+        """Seeds the generators alike on all workers."""
+        seed_generators(derived_seed(self.node.spec.seed, self.position, what))
+
+    def pieces(self, call: str, function: Callable[[Any], Any], pieces: Sequence[Any]) -> list[Any]:
+        """Computes each piece once, on some worker. Returns all results, in order, on all workers.
+
+        Args:
+            call: `run.once` or `run.map`, for messages.
+
+        Raises:
+            StepError: workers differ in what they call before the first step.
+        """
+        if not pieces:
+            return []
+        self._wait()
+        if not self.in_steps and self._copied is not None:
+            if not self._known:
+                raise StepError(
+                    f"{call} before the first step is called more often than on the worker whose state is copied: "
+                    f"call it alike on all workers"
+                )
+            self.early.append(self._known.pop(0))
+            return list(self.early[-1])
+        done: tuple[int, Sums] | None = None
+        while isinstance(answer := self.ask(len(pieces), f"{call} {len(pieces)}".encode(), done), int):
+            seed_generators(derived_seed(self.node.spec.seed, self.position, PIECE, answer))
+            value = encode([function(pieces[answer])], what=f"the result of {call}")
+            done = answer, Sums.of({}, {answer: value})
+        results = [decode(value)[0] for value in answer.collected.values()]
+        if not self.in_steps:
+            self.early.append(results)
+        self.seed(SUMMED)
+        return results

@@ -1,0 +1,86 @@
+"""Which rows each step and each part has: a pure function of the arguments of `run.steps` and the step's number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.errors import StepError
+
+__all__ = ["Rows"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a run's steps.
+
+    Args:
+        rows: how many there are.
+        batch: rows of a step.
+        parts: parts of a step of that many rows; a smaller step has fewer, of nearly the full size.
+        passes: how often all rows are read; None: without an end.
+        shuffle: draw the order of each pass from `seed`; otherwise it is that of the rows.
+        drop_last: without the smaller step that ends a pass.
+
+    Raises:
+        StepError: a number does not fit; the message says which, and what fits.
+    """
+
+    rows: int
+    batch: int
+    parts: int
+    passes: int | None
+    seed: int
+    shuffle: bool
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "batch", "parts"):
+            if getattr(self, name) < 1:
+                raise StepError(f"run.steps({name}={getattr(self, name)}): must be at least 1")
+        if self.passes is not None and self.passes < 1:
+            raise StepError(f"run.steps(passes={self.passes}): must be at least 1, or None (until `break`)")
+        if self.batch > self.rows:
+            raise StepError(
+                f"run.steps(rows={self.rows}, batch={self.batch}): a batch has more rows than there are: make it "
+                f"{self.rows} at most"
+            )
+        if self.parts > self.batch:
+            raise StepError(
+                f"run.steps(batch={self.batch}, parts={self.parts}): a part would have no row: make parts "
+                f"{self.batch} at most"
+            )
+
+    @property
+    def per_pass(self) -> int:
+        """The number of steps of a pass."""
+        return self.rows // self.batch if self.drop_last else -(-self.rows // self.batch)
+
+    @property
+    def steps(self) -> int | None:
+        """The number of all steps; None: without an end."""
+        return None if self.passes is None else self.passes * self.per_pass
+
+    def of_step(self, number: int) -> NDArray[np.int64]:
+        """Returns the rows of a step, shape (rows of the step,), int64, in the order of the parts."""
+        pass_number, index = divmod(number, self.per_pass)
+        first = index * self.batch
+        return _order(self, pass_number)[first : first + self.batch]
+
+    def of_parts(self, number: int) -> list[NDArray[np.int64]]:
+        """Returns the rows of each part of a step. No part is empty; sizes differ by one row at most."""
+        rows = self.of_step(number)
+        return np.array_split(rows, min(self.parts, -(-len(rows) * self.parts // self.batch)))
+
+
+@lru_cache(maxsize=2)
+def _order(rows: Rows, pass_number: int) -> NDArray[np.int64]:
+    """Returns the order of the rows in a pass, read-only."""
+    order = np.arange(rows.rows, dtype=np.int64)
+    if rows.shuffle:
+        np.random.Generator(np.random.Philox([rows.seed & (2**64 - 1), pass_number])).shuffle(order)
+    order.setflags(write=False)
+    return order

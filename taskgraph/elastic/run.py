@@ -1,0 +1,182 @@
+"""What user code gets. All of it is used in the thread of user code."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+
+from taskgraph.elastic.data import Data, data_of, loader_arguments
+from taskgraph.elastic.parts import Part, pytorch_modes
+from taskgraph.elastic.progress import Progress
+from taskgraph.elastic.rows import Rows
+from taskgraph.elastic.seeding import Turn
+from taskgraph.elastic.state import State
+from taskgraph.elastic.steps import Options, Step, Steps
+from taskgraph.errors import StateError, StepError
+
+if TYPE_CHECKING:
+    from taskgraph.elastic.usercall import UserCall
+
+__all__ = ["Part", "Run", "State", "Step", "Steps"]
+
+R = TypeVar("R")
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+class Run:
+    """One run of an elastic job, on one worker.
+
+    Attributes:
+        progress: where user code is.
+        named: what `run.state` named: a `State`, an instance of a dataclass, or None.
+    """
+
+    def __init__(self, node: UserCall) -> None:
+        self.progress = Progress(node, Turn())
+        self.named: Any = None
+        self.log = logging.getLogger("taskgraph.user")
+        self._steps: Steps | None = None
+
+    @property
+    def worker(self) -> str:
+        """The name of this worker, never used again."""
+        return self.progress.node.name
+
+    @property
+    def positions(self) -> int:
+        """The number of totals that user code has got."""
+        return self.progress.position
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the workers of the view, the most senior one first. What decides bits must not use them."""
+        return self.progress.node.workers
+
+    def once(self, function: Callable[[], T]) -> T:
+        """Calls a function on one worker; all get its value. Call it outside the part loop, on all workers alike.
+
+        What it does outside the job may happen twice, if its worker is lost meanwhile.
+        """
+        (value,) = self._pieces("run.once", lambda _: function(), [None])
+        return cast(T, value)
+
+    def map(self, function: Callable[[V], R], pieces: Iterable[V]) -> list[R]:
+        """Calls a function with each piece once, dealt to the workers; all get all results, in order.
+
+        Call it outside the part loop, on all workers alike and with the same pieces.
+        """
+        return self._pieces("run.map", function, list(pieces))
+
+    def _pieces(self, call: str, function: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
+        if self._steps is not None and self._steps.in_part_loop:
+            raise StepError(f"{call} in the part loop: call it before or after `for part in step`")
+        modules = pytorch_modes(self.named)
+        try:
+            return self.progress.pieces(call, function, pieces)
+        finally:
+            modules.restore()
+
+    def check_over(self) -> None:
+        """Raises StepError if user code has left a part loop early."""
+        if self._steps is not None:
+            self._steps.check_over()
+
+    @overload
+    def state(self, holder: T, /) -> T: ...
+    @overload
+    def state(self, holder: None = None, /, **objects: Any) -> State: ...
+    def state(self, holder: Any = None, /, **objects: Any) -> Any:
+        """Names all that later steps rest on; once, before the first step.
+
+        Args:
+            holder: an instance of a dataclass: its fields are the state, and keep their types.
+            objects: by name: objects with `state_dict` and `load_state_dict`, arrays, values that travel, and dicts,
+                lists, tuples and instances of dataclasses of them. Objects and arrays are loaded in place.
+
+        Returns:
+            `holder`, or the objects as attributes, which may be replaced: `s.best = 3`.
+
+        Raises:
+            StateError: it was called before, or after the first step began; or `holder` is no such instance.
+        """
+        if self.named is not None:
+            raise StateError("run.state(...) is called once: name everything in one call")
+        if self.progress.in_steps:
+            raise StateError(
+                "run.state(...) after the first step: a newcomer gets the state before its first step; call it before "
+                "`for step in steps`"
+            )
+        if holder is None:
+            self.named = State(objects)
+        elif objects or isinstance(holder, type) or not dataclasses.is_dataclass(holder):
+            raise StateError(
+                f"run.state takes an instance of a dataclass, or objects by name (run.state(w=w)), not "
+                f"{type(holder).__name__}{' and objects by name' if objects else ''}"
+            )
+        else:
+            self.named = holder
+        return self.named
+
+    def steps(
+        self,
+        data: Any = None,
+        *,
+        rows: int | None = None,
+        batch: int | None = None,
+        parts: int = 24,
+        passes: int | None = None,
+        seed: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        unused: str = "error",
+        nonfinite: str = "event",
+    ) -> Steps:
+        """Returns the steps of the run; once.
+
+        Args:
+            data: in place of `rows`: an array, an object with `len(data)` and `data[row]`, or a PyTorch DataLoader, of
+                which dataset, batch size, shuffling, `drop_last` and `collate_fn` count. Its `num_workers` and
+                prefetching do not: user code's thread reads the rows of a part when it asks for `part.data`.
+            rows: the number of rows.
+            batch: rows of a step.
+            parts: parts of a step: micro-batches, which are summed in a fixed order.
+            passes: over all rows; None: until `break`.
+            seed: of the order of the rows; None: the job's.
+            shuffle: False: the rows' own order.
+            drop_last: leave out the smaller step that ends a pass.
+            unused: "zero": a parameter without a gradient in some parts has the gradient 0 there.
+            nonfinite: what nan or inf in a total gives: "event", "error" or "ignore".
+
+        Raises:
+            StepError: it was called before, or the arguments do not fit.
+        """
+        if self._steps is not None:
+            raise StepError(
+                "run.steps(...) is called once: code between two loops would run on a newcomer with a fresh state. "
+                "Tell phases by step.number"
+            )
+        for name, value, known in (
+            ("unused", unused, ("error", "zero")),
+            ("nonfinite", nonfinite, ("event", "error", "ignore")),
+        ):
+            if value not in known:
+                raise StepError(f"run.steps({name}={value!r}): must be one of {', '.join(map(repr, known))}")
+        found: Data | None = None
+        if data is not None:
+            if rows is not None:
+                raise StepError("run.steps(data, rows=...): give one of them: the rows of data are counted")
+            if (loader := loader_arguments(data)) is not None:
+                if batch is not None:
+                    raise StepError("run.steps(loader, batch=...): the loader's batch_size counts; leave out batch")
+                batch, shuffle, drop_last = loader.batch, loader.shuffle, loader.drop_last
+            found = data_of(data)
+            rows = found.rows
+        if rows is None or batch is None:
+            raise StepError("run.steps(...) needs rows=... and batch=..., or a DataLoader, or data with batch=...")
+        seed = self.progress.node.spec.seed if seed is None else seed
+        of = Rows(rows, batch, parts, passes, seed, shuffle, drop_last)
+        self._steps = Steps(self, of, Options(found, unused == "zero", nonfinite))
+        return self._steps

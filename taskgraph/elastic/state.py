@@ -1,0 +1,234 @@
+"""What later steps of an elastic job rest on: captured on one worker, loaded in place on another.
+
+The state is a tree. Its leaves are objects with `state_dict` and `load_state_dict`, arrays, and values that travel; in
+between are dicts, lists, tuples and instances of dataclasses. Objects and arrays are loaded in place, so that other
+names for them stay right; all else is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from taskgraph.elastic.libraries import pytorch
+from taskgraph.errors import StateError
+from taskgraph.graph.values import encode
+from taskgraph.protocol.messages import Encoded
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["State", "capture", "check_names", "leaves", "load"]
+
+
+class State:
+    """Objects by name.
+
+    Attributes may be replaced (`s.best = 3`), and none may be added: a newcomer would not have it.
+    """
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        object.__setattr__(self, "_objects", dict(objects))
+
+    def __getattr__(self, name: str) -> Any:
+        objects = object.__getattribute__(self, "_objects")
+        if name not in objects:
+            raise AttributeError(_unknown(name, objects))
+        return objects[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        objects = object.__getattribute__(self, "_objects")
+        if name not in objects:
+            raise AttributeError(_unknown(name, objects))
+        objects[name] = value
+
+
+def _unknown(name: str, objects: dict[str, Any]) -> str:
+    return (
+        f"the state has no {name!r}, only {', '.join(sorted(objects)) or 'nothing'}: name it in run.state({name}=...), "
+        f"or use a variable for what no later step reads"
+    )
+
+
+def check_names(state: Any) -> None:
+    """Raises StateError if user code gave a dataclass instance attributes that are no fields."""
+    if not _is_dataclass(state):
+        return
+    fields = _items(state)
+    unknown = sorted(getattr(state, "__dict__", {}).keys() - fields.keys())
+    if unknown:
+        raise StateError(f"{type(state).__name__} of run.state(...): " + _unknown(unknown[0], fields))
+
+
+def leaves(state: Any) -> Iterator[tuple[str, Any]]:
+    """Yields name and object of each leaf: `"opts[0]"` is the first one of a list `opts`."""
+    for name, value in _items(state).items():
+        yield from _leaves(name, value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(f"{name}[{index}]", item)
+    elif type(value) is dict or _is_dataclass(value):
+        for key, item in _items(value).items():
+            yield from _leaves(f"{name}.{key}", item)
+    else:
+        yield name, value
+
+
+def capture(state: Any, early: Sequence[Any]) -> Encoded:
+    """Encodes the state, and what was computed before the first step; later changes to it cannot reach the result.
+
+    Raises:
+        ValueNotEncodable: a part of it cannot travel; the message says which.
+    """
+    pytorch()
+    content = {name: _captured(value) for name, value in _items(state).items()}
+    return encode({"state": content, "early": list(early)}, what="run.state")
+
+
+def load(state: Any, loaded: Mapping[str, Any]) -> None:
+    """Loads a captured state.
+
+    Raises:
+        StateError: the state has other names, or objects of other kinds or shapes, than the captured one.
+    """
+    known = _items(state)
+    if loaded.keys() != known.keys():
+        here, there = (", ".join(sorted(names)) or "nothing" for names in (known, loaded))
+        raise StateError(
+            f"run.state names {here} here, and {there} where it is copied from: name the same on all workers"
+        )
+    for name, old in known.items():
+        new = _loaded(name, old, loaded[name])
+        if isinstance(state, State):
+            object.__getattribute__(state, "_objects")[name] = new
+        elif new is not old:
+            setattr(state, name, new)
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    """Returns what a state, dict or instance of a dataclass has, by name."""
+    if value is None:
+        return {}
+    if isinstance(value, State):
+        found: dict[Any, Any] = object.__getattribute__(value, "_objects")
+        return found
+    if isinstance(value, dict):
+        return value
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _captured(value: Any) -> Any:
+    """Makes a value that travels."""
+    torch = pytorch()
+    if torch is not None and isinstance(value, torch.nn.Module):
+        return {
+            "state": _captured(value.state_dict()),
+            "training": {name: module.training for name, module in value.named_modules()},
+            "trained": {name: tensor.requires_grad for name, tensor in value.named_parameters()},
+        }
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach() if type(value) is torch.Tensor else value.detach().as_subclass(torch.Tensor)
+    if _has_dict(value):
+        return _captured(value.state_dict())
+    if _is_dataclass(value):
+        return _captured(_items(value))
+    if isinstance(value, dict):
+        return {name: _captured(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_captured, value))
+    return value
+
+
+def _loaded(name: str, known: Any, new: Any) -> Any:
+    """Loads a captured value into `known`, if that is possible. Returns what takes its place."""
+    torch = pytorch()
+    if torch is not None and isinstance(known, torch.nn.Module):
+        _load_module(name, known, new)
+        return known
+    if torch is not None and isinstance(known, torch.Tensor):
+        return _loaded_tensor(torch, known, new)
+    if _has_dict(known):
+        _load_dict(name, known, new)
+        return known
+    if isinstance(known, np.ndarray) and _fits(known, new):
+        known[...] = new
+        return known
+    if _is_dataclass(known):
+        for field, old in _items(known).items():
+            setattr(known, field, _loaded(f"{name}.{field}", old, new[field]))
+        return known
+    if isinstance(known, dict) and isinstance(new, dict) and known.keys() == new.keys():
+        for key in known:
+            known[key] = _loaded(f"{name}.{key}", known[key], new[key])
+        return known
+    if type(known) in (list, tuple) and type(new) is type(known) and len(known) == len(new):
+        items = [_loaded(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(known, new, strict=True))]
+        if type(known) is tuple:
+            return tuple(items)
+        known[:] = items
+        return known
+    return _writable(new)
+
+
+def _load_module(name: str, module: Any, captured: Any) -> None:
+    state = module.state_dict()
+    state.clear()  # keeps the versions of the modules, which a plain dict has not
+    state.update(_writable(captured["state"]))
+    _load_dict(name, module, state)
+    for path, part in module.named_modules():
+        part.training = captured["training"].get(path, part.training)
+    for path, tensor in module.named_parameters():
+        tensor.requires_grad_(captured["trained"].get(path, tensor.requires_grad))
+
+
+def _load_dict(name: str, known: Any, state: Any) -> None:
+    try:
+        known.load_state_dict(copy.deepcopy(_writable(state)) if type(state) is dict else state)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise StateError(
+            f"{name!r} of run.state({name}=...) is unlike the one that it is copied from ({error}): make it alike on "
+            f"all workers"
+        ) from error
+
+
+def _loaded_tensor(torch: ModuleType, known: Any, new: Any) -> Any:
+    if not isinstance(new, torch.Tensor):
+        return _writable(new)
+    if new.shape == known.shape and new.dtype == known.dtype:
+        with torch.no_grad():
+            known.copy_(new)
+        return known
+    return new.clone().to(known.device).requires_grad_(known.requires_grad)
+
+
+def _has_dict(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not _has_dict(value)
+
+
+def _fits(known: np.ndarray[Any, Any], new: Any) -> bool:
+    same = isinstance(new, np.ndarray) and new.shape == known.shape and new.dtype == known.dtype
+    return same and known.flags.writeable
+
+
+def _writable(value: Any) -> Any:
+    """Copies the arrays of a tree: decoded ones cannot be written."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {name: _writable(part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_writable, value))
+    return value

@@ -1,0 +1,248 @@
+"""The steps of a run, and their rounds. All of it is used in the thread of user code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.elastic.libraries import pytorch
+from taskgraph.elastic.parts import Part, Place, Round, title
+from taskgraph.elastic.progress import BOUNDARY, SUMMED, Progress
+from taskgraph.elastic.state import capture, check_names, load
+from taskgraph.errors import StepError
+from taskgraph.graph.values import decode
+
+if TYPE_CHECKING:
+    from taskgraph.elastic.data import Data
+    from taskgraph.elastic.gradients import Gradients
+    from taskgraph.elastic.rows import Rows
+    from taskgraph.elastic.sums import Sums
+
+__all__ = ["Options", "Step", "Steps"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `run.steps` got, beside the rows.
+
+    Attributes:
+        data: None: parts have no data.
+        zeros: a gradient that only some parts have counts as 0 in the others.
+        nonfinite: what a total with nan or inf gives: "event", "error" or "ignore".
+    """
+
+    data: Data | None = None
+    zeros: bool = False
+    nonfinite: str = "event"
+
+
+class RunOfSteps(Protocol):
+    """The interface of `run.Run`, for its steps."""
+
+    progress: Progress
+    named: Any
+
+
+class Steps:
+    """The steps of a run, in order."""
+
+    def __init__(self, run: RunOfSteps, rows: Rows, options: Options) -> None:
+        self.run = run
+        self.options = options
+        self.rows = rows
+        self.finite = True  # the last total
+        self._step: Step | None = None
+
+    @property
+    def per_pass(self) -> int:
+        """The number of steps of a pass."""
+        return self.rows.per_pass
+
+    def __len__(self) -> int:
+        if self.rows.steps is None:
+            raise TypeError("the run has no last step: give run.steps(passes=...)")
+        return self.rows.steps
+
+    def __iter__(self) -> Iterator[Step]:
+        progress, state = self.run.progress, self.run.named
+        if progress.in_steps:
+            raise StepError("the steps of a run are taken once: tell phases by step.number, and passes by passes=...")
+        number, node, copied = 0, progress.node, progress.begin()
+        if copied is not None:
+            number, captured = copied
+            load(state, captured)
+        while self.rows.steps is None or number < self.rows.steps:
+            check_names(state)
+            if node.state_wanted:
+                node.give_state(number, progress.position, progress.tag, capture(state, progress.early))
+            progress.seed(BOUNDARY)
+            self._step = Step(self, number)
+            yield self._step
+            self._step.end()
+            number += 1
+
+    @property
+    def in_part_loop(self) -> bool:
+        """True while user code takes the parts of a step."""
+        return self._step is not None and self._step.in_part_loop
+
+    def check_over(self) -> None:
+        """Raises StepError if user code has left a part loop early."""
+        if self._step is not None:
+            self._step.check_over()
+
+
+class Step:
+    """One global batch.
+
+    Attributes:
+        number: from 0.
+        round: the number of passes over its parts that have begun.
+    """
+
+    def __init__(self, steps: Steps, number: int) -> None:
+        self.number = number
+        self.round = 0
+        self._steps = steps
+        self._total: dict[str, Any] | None = None
+        self._collected: list[dict[str, Any]] = []
+        self._gradients: Gradients | None = None
+        self._over = True
+
+    @property
+    def pass_number(self) -> int:
+        """The number of the pass, from 0."""
+        return self.number // self._steps.per_pass
+
+    @property
+    def ends_pass(self) -> bool:
+        """True for the last step of a pass."""
+        return (self.number + 1) % self._steps.per_pass == 0
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The rows of the step, int64, shape (size,), in the order of the parts."""
+        return self._steps.rows.of_step(self.number).copy()
+
+    @property
+    def size(self) -> int:
+        """The number of the step's rows."""
+        return len(self._steps.rows.of_step(self.number))
+
+    def __iter__(self) -> Iterator[Part]:
+        """Yields this worker's parts, until the total of the round is there.
+
+        Iterating again is a further round over the same parts, with a total of its own.
+
+        Raises:
+            StepError: a part contributes nothing, or something unlike the others; or a loop was left early.
+        """
+        self.check_over()
+        self.round += 1
+        self._over, self._total = False, None
+        steps = self._steps
+        progress, rows = steps.run.progress, steps.rows.of_parts(self.number)
+        what = b"%d.%d" % (self.number, self.round)
+        place = Place(progress.node.spec.seed, self.number, self.round)
+        current = Round(place, steps.run.named, steps.options.zeros)
+        self._gradients = current.gradients
+        done: tuple[int, Sums] | None = None
+        while isinstance(answer := progress.ask(len(rows), what, done), int):
+            part = Part(current, answer, rows[answer], steps.options.data)
+            part.begin()
+            yield part
+            done = answer, current.close(part)
+        total = answer.tree()
+        self._check_finite(answer, total)
+        current.finish(total, len(rows))
+        pytorch()
+        self._collected = [decode(tree) for tree in answer.collected.values()]
+        self._total, self._over = total, True
+        progress.seed(SUMMED)
+
+    @property
+    def in_part_loop(self) -> bool:
+        """True while user code takes parts."""
+        return not self._over
+
+    def end(self) -> None:
+        """Ends the step, when user code asks for the next one."""
+        self.check_over()
+        if self._gradients is not None:
+            self._gradients.clear()
+
+    def _check_finite(self, sums: Sums, total: dict[str, Any]) -> None:
+        """Does what `nonfinite` says if a total has nan or inf. Of several such totals the first one gives an event."""
+        how = self._steps.options.nonfinite
+        if how == "ignore":
+            return
+        before, self._steps.finite = self._steps.finite, sums.all_finite
+        if self._steps.finite or (how == "event" and not before):
+            return
+        path = next(_nonfinite(total, ()))
+        text = f"{title(path)} has nan or inf in the total of step {self.number}"
+        if how == "error":
+            raise StepError(
+                f'{text}: look at the loss and the rows of this step, or go on with run.steps(nonfinite="event")'
+            )
+        self._steps.run.progress.node.emit("nonfinite", text)
+
+    def check_over(self) -> None:
+        """Raises StepError if the part loop was left early."""
+        if not self._over:
+            raise StepError(
+                f"step {self.number} was left before its total was there: `for part in step` must run to its end, "
+                f"without `break`, `return` or an exception; call what needs the total after it"
+            )
+
+    @property
+    def loss(self) -> float:
+        """sum(weight * loss) / sum(weight) over the losses that parts gave to `backward` in the last round."""
+        total = self._after("step.loss")
+        if "loss" not in total:
+            raise StepError("step.loss: no part called part.backward in the last round")
+        return float(total["loss"] / total["weight"]) if total["weight"] else math.nan
+
+    def __getitem__(self, name: str) -> Any:
+        """The total of what the parts added under a name in the last round."""
+        added = self._after(f"step[{name!r}]")["add"]
+        if name not in added:
+            raise StepError(f"no part added {name!r}: there is {', '.join(map(repr, added)) or 'nothing'}")
+        return added[name]
+
+    def all(self, name: str) -> list[Any]:
+        """Returns what the parts collected under a name in the last round, in the order of the parts."""
+        self._after(f"step.all({name!r})")
+        if not self._collected or not all(name in trees for trees in self._collected):
+            there = sorted({name for trees in self._collected for name in trees})
+            raise StepError(f"no part collected {name!r}: there is {', '.join(map(repr, there)) or 'nothing'}")
+        return [trees[name] for trees in self._collected]
+
+    def _after(self, what: str) -> dict[str, Any]:
+        self.check_over()
+        if self._total is None:
+            raise StepError(f"{what} is there after `for part in step`")
+        return self._total
+
+    def report(self, **numbers: Any) -> None:
+        """Reports numbers, once the step is stable."""
+        self.check_over()
+        progress = self._steps.run.progress
+        progress.node.report(progress.position, self.number, {name: float(value) for name, value in numbers.items()})
+
+
+def _nonfinite(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yields the paths of the numbers and arrays of a tree that have nan or inf."""
+    if isinstance(tree, dict):
+        for name, item in tree.items():
+            yield from _nonfinite(item, (*path, name))
+    elif isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            yield from _nonfinite(item, (*path, str(index)))
+    elif not np.isfinite(np.asarray(tree)).all():
+        yield path

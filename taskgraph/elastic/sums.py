@@ -1,0 +1,230 @@
+"""Trees of numbers and arrays as sums: flat arrays, one for each dtype, with the layout of the tree.
+
+Sums of equal layout are added element by element. 16-bit floats are summed in float32, booleans and ints as int64;
+every other dtype keeps its own. A sum becomes a tree again of the libraries and types it was made of. A tree may have
+sums in it, in place of the trees that they were made of.
+
+What parts collect travels with the sums, and is not added up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.errors import JobError
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.messages import Encoded
+
+__all__ = ["Layout", "Sums", "decode_sums", "difference", "encode_sums"]
+
+Layout = tuple[Any, ...]
+"""("n", type) of a number; ("a", library, dtype, shape) of an array; ("d", names, layouts), ("l", layouts) and
+("t", layouts) of a dict, a list and a tuple."""
+
+_NUMBERS: Final[dict[type, tuple[str, type]]] = {
+    bool: ("int", np.int64),
+    int: ("int", np.int64),
+    float: ("float", np.float64),
+    complex: ("complex", np.complex128),
+}
+_MADE: Final[dict[str, Callable[[Any], Any]]] = {"int": int, "float": float, "complex": complex}
+
+
+class Sums:
+    """The sum of the trees of some parts.
+
+    Attributes:
+        layout: of the tree.
+        arrays: flat and C-contiguous, one for each dtype, in the order of the dtypes' first elements in the tree.
+        collected: part -> the encoded tree that it collected, in the order of the parts.
+    """
+
+    __slots__ = ("arrays", "collected", "layout")
+
+    def __init__(
+        self, layout: Layout, arrays: Sequence[NDArray[Any]], collected: Mapping[int, Encoded] | None = None
+    ) -> None:
+        self.layout = layout
+        self.arrays = tuple(arrays)
+        self.collected = dict(collected or {})
+
+    @classmethod
+    def of(cls, tree: Any, collected: Mapping[int, Encoded] | None = None) -> Sums:
+        """Copies a tree, but for the arrays of sums in it, which must not change later.
+
+        Raises:
+            JobError: something in it cannot be summed.
+        """
+        found = _Elements()
+        layout = _take(tree, found, "")
+        return cls(layout, found.joined(), collected)
+
+    def __add__(self, other: Sums) -> Sums:
+        """Returns the sum of two sums of equal layout (see `difference`), of which `other` has the later parts."""
+        with np.errstate(all="ignore"):  # inf and nan are `nonfinite` of run.steps
+            arrays = [a + b for a, b in zip(self.arrays, other.arrays, strict=True)]
+        return Sums(self.layout, arrays, {**self.collected, **other.collected})
+
+    def tree(self) -> Any:
+        """Makes the tree. Its arrays are copies."""
+        at = {array.dtype: 0 for array in self.arrays}
+        return _made(self.layout, {array.dtype: array for array in self.arrays}, at)
+
+    @property
+    def all_finite(self) -> bool:
+        """True if no element is nan or infinite."""
+        return all(bool(np.isfinite(array).all()) for array in self.arrays)
+
+
+class _Elements:
+    """The elements of a tree: flat arrays by dtype, in the order of the tree."""
+
+    def __init__(self) -> None:
+        self._found: dict[np.dtype[Any], list[NDArray[Any]]] = {}
+        self._constant: set[int] = set()  # ids of arrays that do not change later
+
+    def put(self, flat: NDArray[Any], constant: bool = False) -> None:
+        self._found.setdefault(flat.dtype, []).append(flat)
+        if constant:
+            self._constant.add(id(flat))
+
+    def joined(self) -> list[NDArray[Any]]:
+        """Copies them to one array for each dtype."""
+        return [
+            flat[0] if len(flat) == 1 and id(flat[0]) in self._constant else np.concatenate(flat)
+            for flat in self._found.values()
+        ]
+
+
+def _take(tree: Any, found: _Elements, where: str) -> Layout:
+    """Returns the layout of a tree, and puts its elements into `found`."""
+    if type(tree) is Sums:
+        for array in tree.arrays:
+            found.put(array, constant=True)
+        return tree.layout
+    known = _NUMBERS.get(type(tree))
+    if known is not None:
+        name, dtype = known
+        if name == "int" and not -(2**63) <= tree < 2**63:
+            raise JobError(f"{where or 'a value'} is {tree}: ints are summed with 64 bits; add it as a float")
+        found.put(np.array([tree], dtype), constant=True)
+        return ("n", name)
+    if isinstance(tree, dict):
+        names = sorted(tree)
+        if not all(isinstance(name, str) for name in names):
+            raise JobError(f"{where or 'a dict'} has keys that are no texts: sums have names")
+        return ("d", tuple(names), tuple(_take(tree[name], found, f"{where}[{name!r}]") for name in names))
+    if isinstance(tree, list | tuple):
+        kind = "l" if isinstance(tree, list) else "t"
+        return (kind, tuple(_take(item, found, f"{where}[{i}]") for i, item in enumerate(tree)))
+    library, array = _as_numpy(tree, where)
+    if array.dtype == np.bool_:
+        array = array.astype(np.int64)
+    elif array.dtype == np.float16:
+        array = array.astype(np.float32)
+    elif array.dtype.kind not in "iufc":
+        raise JobError(f"{where or 'a value'} has dtype {array.dtype}: only numbers can be summed")
+    found.put(array.reshape(-1))
+    return ("a", library, array.dtype.str, tuple(array.shape))
+
+
+def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        tensor = value.detach()
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor = tensor.float()
+        return "torch", tensor.cpu().contiguous().numpy()
+    if isinstance(value, np.ndarray | np.generic):
+        return "numpy", np.asarray(value)
+    raise JobError(
+        f"{where or 'a value'} is a {type(value).__name__}: a sum is made of numbers, arrays, and dicts, lists and "
+        f"tuples of them"
+    )
+
+
+def _made(layout: Layout, arrays: dict[np.dtype[Any], NDArray[Any]], at: dict[np.dtype[Any], int]) -> Any:
+    kind = layout[0]
+    if kind == "d":
+        return {name: _made(part, arrays, at) for name, part in zip(layout[1], layout[2], strict=True)}
+    if kind in ("l", "t"):
+        made = [_made(part, arrays, at) for part in layout[1]]
+        return made if kind == "l" else tuple(made)
+    if kind == "n":
+        dtype = np.dtype({"int": np.int64, "float": np.float64, "complex": np.complex128}[layout[1]])
+        return _MADE[layout[1]](_next(arrays, at, dtype, 1)[0])
+    _, library, name, shape = layout
+    size = int(np.prod(shape, dtype=np.int64))
+    array = _next(arrays, at, np.dtype(name), size).reshape(shape).copy()
+    return array if library == "numpy" else sys.modules["torch"].from_numpy(array)
+
+
+def _next(
+    arrays: dict[np.dtype[Any], NDArray[Any]], at: dict[np.dtype[Any], int], dtype: np.dtype[Any], size: int
+) -> NDArray[Any]:
+    first = at[dtype]
+    at[dtype] = first + size
+    return arrays[dtype][first : first + size]
+
+
+def difference(layout: Layout, other: Layout) -> tuple[tuple[str, ...], str, str] | None:
+    """Returns the first place where two layouts differ: its path, and what each of them has there.
+
+    None if the layouts are equal. "nothing" is what a layout has at a path that only the other one has.
+    """
+    if layout == other:
+        return None
+    first, second = dict(_leaves(layout, ())), dict(_leaves(other, ()))
+    paths = sorted(
+        first.keys() | second.keys(), key=lambda path: ("empty" in first.get(path, second.get(path, "")), path)
+    )
+    for path in paths:  # an empty dict is what the other layout's elements in it are missing from
+        one, two = first.get(path, "nothing"), second.get(path, "nothing")
+        if one != two:
+            return path, one, two
+    return (), "dicts, lists or tuples", "others"
+
+
+def _leaves(layout: Layout, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields path and description of each number and array, and of each empty dict, list or tuple."""
+    kind = layout[0]
+    if kind == "n":
+        yield path, f"{'an' if layout[1] == 'int' else 'a'} {layout[1]}"
+    elif kind == "a":
+        library = {"numpy": "an array", "torch": "a tensor"}[layout[1]]
+        yield path, f"{library} of {np.dtype(layout[2])} with shape {layout[3]}"
+    else:
+        names = layout[1] if kind == "d" else tuple(map(str, range(len(layout[1]))))
+        if not names:
+            yield path, {"d": "an empty dict", "l": "an empty list", "t": "an empty tuple"}[kind]
+        for name, part in zip(names, layout[-1], strict=True):
+            yield from _leaves(part, (*path, name))
+
+
+def encode_sums(sums: Sequence[Sums]) -> Encoded:
+    """Encodes sums, which must not change later, to send them."""
+    return encode(
+        [[s.layout, list(s.arrays), {part: _packed(tree) for part, tree in s.collected.items()}] for s in sums],
+        what="the sums of an elastic step",
+        adopt=True,
+    )
+
+
+def decode_sums(value: Encoded) -> list[Sums]:
+    return [
+        Sums(layout, arrays, {part: _unpacked(*packed) for part, packed in collected.items()})
+        for layout, arrays, collected in decode(value)
+    ]
+
+
+def _packed(tree: Encoded) -> tuple[bytes, list[bytes], bytes]:
+    return bytes(tree.meta), [bytes(buffer) for buffer in tree.buffers], tree.digest
+
+
+def _unpacked(meta: bytes, buffers: Sequence[bytes], digest: bytes) -> Encoded:
+    return Encoded(meta, tuple(map(memoryview, buffers)), digest)

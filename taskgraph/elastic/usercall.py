@@ -1,0 +1,167 @@
+"""One call of the user's function: its thread on one side, the event loop on the other.
+
+    in the thread: first_state, ask, report, give_state, emit    on the loop: begin_with, copied_state, stop
+
+A worker that is excluded and enters again calls the function again, with a state that it copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from taskgraph.elastic.sums import Sums
+from taskgraph.protocol.messages import Encoded, StateCopy
+from taskgraph.protocol.records import name_of
+
+if TYPE_CHECKING:
+    from taskgraph.driver.spec import JobSpec
+    from taskgraph.elastic.engine import Engine
+    from taskgraph.elastic.interface import WorkerNode
+
+__all__ = ["Stopped", "UserCall"]
+
+
+class Stopped(BaseException):
+    """Raised in user code when its worker ends, or begins anew. No `except Exception` of user code may catch it."""
+
+
+class UserCall:
+    """One call of the function of an elastic job.
+
+    Args:
+        function: calls it in a thread; returns its value, and how many totals it got.
+
+    Attributes:
+        state_wanted: another worker, or a checkpoint, waits for the state between two steps.
+        value: what the function returned; None: it has not returned.
+        positions: the number of totals that it has got, once it has returned.
+    """
+
+    def __init__(self, node: WorkerNode, engine: Engine, function: Callable[[UserCall], tuple[Encoded, int]]) -> None:
+        self._node = node
+        self._function = function
+        self._engine = engine
+        self._start: concurrent.futures.Future[StateCopy | None] = concurrent.futures.Future()
+        self._copies: list[tuple[str, asyncio.Future[StateCopy | None]]] = []  # who waits for the state
+        self._dealt: list[int] = []  # parts that user code has got and not begun; used in its thread
+        self._stopped = False
+        self.state_wanted = False
+        self.value: Encoded | None = None
+        self.positions = -1
+
+    # -- in the thread of user code ---------------------------------------------------------------
+
+    @property
+    def spec(self) -> JobSpec:
+        return self._node.spec
+
+    @property
+    def name(self) -> str:
+        return self._node.name
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the workers of the view that this worker has read."""
+        view = self._engine.core.view
+        return () if view is None else tuple(map(name_of, view.workers))
+
+    def __call__(self) -> None:
+        """Calls the function."""
+        self.value, self.positions = self._function(self)
+
+    def ask(self, position: int, parts: int, tag: bytes, done: tuple[int, Sums] | None) -> int | Sums:
+        """Asks for the next part, or the total of the position.
+
+        Args:
+            position: the number of totals that user code has got.
+            parts: the number of parts of this position.
+            tag: a digest of all totals so far and of what user code asks for; equal on all workers.
+            done: the part that user code has finished, if any, and what it contributes.
+        """
+        if done is not None:
+            self._node.threads.post(self._engine.computed, position, *done)
+        if not self._dealt:
+            answer: concurrent.futures.Future[list[int] | Sums] = concurrent.futures.Future()
+            self._node.threads.post(self._asked, position, parts, tag, answer)
+            found = self._node.threads.block(answer, None)
+            if isinstance(found, Sums):
+                return found
+            self._dealt = found
+        return self._dealt.pop(0)
+
+    def first_state(self) -> StateCopy | None:
+        """Waits until user code may begin. Returns the state to begin with; None: its own."""
+        return self._node.threads.block(self._start, None)
+
+    def give_state(self, step: int, position: int, tag: bytes, value: Encoded) -> None:
+        """Gives a copy of the state, between two steps, to whoever waits for one."""
+        self.state_wanted = False
+        self._node.threads.post(self._given, StateCopy(step, position, tag, value))
+
+    def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
+        """Reports numbers of a step, which count once the totals below `position` are stable."""
+        self._node.threads.post(self._node.reports.add, position, step, numbers)
+
+    def emit(self, kind: str, text: str) -> None:
+        """Emits an event of this node."""
+        self._node.threads.post(self._node.events.emit, kind, text)
+
+    # -- on the event loop ------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """True once user code may compute."""
+        return self._start.done()
+
+    def begin(self) -> None:
+        """Lets user code begin with its own state."""
+        self._start.set_result(None)
+
+    def begin_with(self, copy: StateCopy) -> None:
+        """Lets user code begin with a copied state."""
+        self._engine.catch_up(copy.position, [])
+        self._start.set_result(copy)
+
+    def stop(self) -> None:
+        """Raises `Stopped` in user code, as soon as it asks for something."""
+        self._stopped = True
+        if not self._start.done():
+            self._start.set_exception(Stopped())
+        self._engine.stop(Stopped())
+        for _, copy in self._copies:
+            if not copy.done():
+                copy.set_result(None)
+
+    async def copied_state(self, newcomer: str = "") -> StateCopy | None:
+        """Returns the state of user code between two steps, once the totals before it are stable; None if the call is
+        stopped meanwhile.
+
+        Args:
+            newcomer: keep the totals that follow for this worker.
+        """
+        if self._stopped:
+            return None
+        copy: asyncio.Future[StateCopy | None] = asyncio.get_running_loop().create_future()
+        self._copies.append((newcomer, copy))
+        self.state_wanted = True
+        found = await copy
+        while found is not None and self._engine.core.stable < found.position and not self._stopped:
+            await self._node.short_pause()
+        return None if self._stopped else found
+
+    def _asked(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
+        if self._stopped or not self._node.running:
+            answer.set_exception(Stopped())
+        else:
+            self._engine.ask(position, parts, tag, answer)
+
+    def _given(self, copy: StateCopy) -> None:
+        waiting, self._copies = self._copies, []
+        for newcomer, future in waiting:
+            if newcomer:
+                self._engine.keep_totals_for(newcomer, copy.position)  # it has not asked for totals yet
+            if not future.done():
+                future.set_result(copy)

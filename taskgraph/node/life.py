@@ -1,0 +1,310 @@
+"""A node's life, whatever runs on it: one process takes part in a job, from registering to leaving.
+
+load the job ──► register ──► live: follow the view ──► stop everything ──► leave
+                               (until the job's end, a drain, or an error)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any, NotRequired, Protocol, Unpack
+
+from taskgraph.device.visible import device_ids
+from taskgraph.driver.spec import JobSpec
+from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError
+from taskgraph.node.core import CoreArguments, NodeCore, ended_itself
+from taskgraph.node.membership.arithmetic import arithmetic
+from taskgraph.node.membership.registration import Registration
+from taskgraph.node.membership.suspicion import Suspicion
+from taskgraph.node.usercode import lastwords
+from taskgraph.node.usercode.forks import kept_from_children
+from taskgraph.node.usercode.threads import Threads
+from taskgraph.observe.status import NodeStatus, TaskResult
+from taskgraph.protocol import transactions
+from taskgraph.protocol.records import NodeRecord, RunningCode
+from taskgraph.protocol.view import JobView
+from taskgraph.system.alongside import alongside, any_done
+from taskgraph.transport.api import Serve
+
+__all__ = ["OWN_TASKS", "DrainingState", "LifeArguments", "NodeLife"]
+
+OWN_TASKS = "asyncio tasks of its own"
+_STOP_S = 0.5
+"""How long an ending node waits for running computes."""
+_LOG_EVERY = 10
+"""The number of waits of `_STOP_S` after which the node logs again which computes it waits for."""
+
+
+class LifeArguments(CoreArguments):
+    """Arguments of `NodeLife`.
+
+    Attributes:
+        control: the address of its control service.
+        token_mark: the mark of its token.
+        keep_results: keep results without limit, since the launcher that collects them ends this node.
+    """
+
+    control: NotRequired[str]
+    token_mark: NotRequired[str]
+    keep_results: NotRequired[bool]
+
+
+class DrainingState(Protocol):
+    """How a node leaves in good order."""
+
+    def begin(self, why: str) -> None:
+        """Asks the node to leave. Asking again changes nothing."""
+
+    def announce(self) -> None:
+        """Says to the other nodes that it leaves. Called once it is registered."""
+
+    @property
+    def over(self) -> bool:
+        """True once it may leave."""
+
+
+class NodeLife(NodeCore):
+    """One node of one job. `run` it once. A subclass sets the attributes, and says what runs here.
+
+    Attributes:
+        serving: the handler of calls from other nodes.
+        file_threads: threads that read and write files.
+    """
+
+    registration: Registration
+    suspicion: Suspicion
+    draining_state: DrainingState
+    serving: Serve
+    file_threads: Threads
+
+    def __init__(
+        self, *, control: str = "", token_mark: str = "", keep_results: bool = False, **core: Unpack[CoreArguments]
+    ) -> None:
+        super().__init__(**core)
+        self._control, self._token_mark = control, token_mark
+        self._results_kept_s = None if keep_results else self.settings.results_kept_s
+        self.router.on_gone = self._on_call_refused
+
+    # -- what runs here ---------------------------------------------------------------------------
+
+    def services(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Returns coroutines, by name, that run until the node leaves."""
+        raise NotImplementedError
+
+    def status(self) -> NodeStatus:
+        """Returns the node's status: what runs here, and what it waits for."""
+        raise NotImplementedError
+
+    @property
+    def latest(self) -> int:
+        """The latest epoch that something here has begun, or the one at work; -1: none."""
+        return self.epoch
+
+    async def results(self) -> list[TaskResult]:
+        """Waits for the results that are here, after the last commit; returns them."""
+        raise NotImplementedError
+
+    def set_ups(self) -> list[asyncio.Task[None]]:
+        """Returns asyncio tasks that end with the node, and that no other part cancels."""
+        return []
+
+    def stop_following(self) -> None:
+        """Called before everything here is brought to its end."""
+
+    async def end_parts(self) -> None:
+        """Called once all asyncio tasks here have ended."""
+
+    def close_threads(self) -> None:
+        self.threads.close()
+
+    def code_at_work(self) -> tuple[RunningCode, ...]:
+        """Returns the user code to name if the node was ended by unknown user code."""
+        return ()
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Takes part in the job until the job ends, or this node has drained.
+
+        Raises:
+            TaskGraphError: the node cannot go on; the message says why.
+        """
+        self._failure = asyncio.get_running_loop().create_future()
+        self.started_at = self.now()
+        await self.transport.start(self.id, self.serving, self._on_connection_lost)
+        try:
+            await self.retry_until_answered(self.keeper.load)
+            if self.draining:
+                return  # no other node knows this one
+            self._check_spec()
+            await self.registration.register(self._record())
+            if not self.node_revision:
+                return  # the order to leave came before it was registered
+            try:
+                self.registration.check_reach()
+                with kept_from_children():
+                    await self._live()
+            finally:
+                await self.registration.leave()
+        finally:
+            if not self._leaving:  # it does not take part, but may hold offers from its registration
+                await self._stop_everything([])
+            self.close_threads()
+            await self.transport.close()
+
+    async def _live(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                services = [
+                    self._child(group, self.keeper.run(), "view"),
+                    self._child(group, self.registration.run(), "lease"),
+                    self._child(group, self.suspicion.watch_absent(), "absent nodes"),
+                    self._child(group, self.suspicion.ended_leases.watch(), "leases"),
+                    *(self._child(group, work, name) for name, work in self.services().items()),
+                ]
+                if self.draining:
+                    self.draining_state.announce()
+                try:
+                    await self._wait_for_end()
+                except asyncio.CancelledError:
+                    if self._first_error is not None:  # the task group cancelled this
+                        self._why_left = ended_itself(self._first_error)
+                    elif self.own_process:
+                        self._note_cancelled()
+                    raise
+                finally:
+                    self.stop_following()
+                    await self._stop_everything(services)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._group = None
+
+    async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
+        self._leaving = True
+        tasks = [*services, *self._owned, *self.set_ups()]
+        pending, rounds = set(tasks), 0
+        while pending:
+            for task in pending:
+                task.cancel()
+            # A running compute may return first; otherwise it ends with the process.
+            _, pending = await asyncio.wait(pending, timeout=_STOP_S)
+            if pending:
+                self.threads.abandon()
+                rounds += 1
+                if rounds % _LOG_EVERY == 0:
+                    self.log.warning("still ending: %s", ", ".join(sorted(task.get_name() for task in pending)))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.end_parts()
+
+    def _record(self) -> NodeRecord:
+        return NodeRecord(
+            name=self.name,
+            run=self.spec.run,
+            host=self.host,
+            pid=os.getpid(),
+            endpoints=self.transport.endpoints,
+            control=self._control,
+            fingerprint=self.spec.fingerprint,
+            lease=0,
+            devices=self.devices,
+            device_ids=device_ids(self.devices),
+            token_mark=self._token_mark,
+            arithmetic=arithmetic(),
+            machine=self.machine,
+        )
+
+    def _check_spec(self) -> None:
+        if self.keeper.view.spec is None:
+            raise JobError(f"no job {self.spec.name!r} was submitted")
+        submitted = JobSpec.from_bytes(self.keeper.view.spec)
+        if submitted.fingerprint != self.spec.fingerprint:
+            raise FingerprintMismatch(
+                f"job {self.spec.name!r} was submitted with driver {submitted.fingerprint}, this node has "
+                f"{self.spec.fingerprint}: start it with the same version of the driver"
+            )
+        if submitted.run != self.spec.run:
+            raise JobError(f"job {self.spec.name!r} was submitted anew while this node started: start the node again")
+        if submitted.token_mark and self._token_mark and submitted.token_mark != self._token_mark:
+            raise JobError(
+                f"job {self.spec.name!r} was submitted with another token than this node has: give it the file that "
+                f"`taskgraph submit` wrote (--token-file)"
+            )
+
+    async def _wait_for_end(self) -> None:
+        """Returns when the node's work is over. Raises the error that ends the node, if one was noted."""
+        assert self._failure is not None
+        async with alongside(self._wait_for_end_of_work()) as (over,):
+            await any_done(over, self._failure)
+            if self._failure.done():
+                self._failure.result()
+            await over
+
+    async def _wait_for_end_of_work(self) -> None:
+        view = self.keeper.view
+        while True:
+            await self._wait_for_view(lambda v: not v.running or self._is_superseded())
+            if self.draining_state.over or self._is_superseded() or not view.finished:
+                return
+            try:
+                async with asyncio.timeout(self._results_kept_s):
+                    await self._wait_for_view(lambda v: v.collected or self._is_superseded() or not v.finished)
+            except TimeoutError:
+                if await self._give_results_up():
+                    return
+                continue
+            if not view.running:  # else the job runs again, to compute lost results
+                return
+
+    async def _give_results_up(self) -> bool:
+        """Records in etcd that the results are given up. False if the job changed: look at it again."""
+        view, writer = self.keeper.view, self.writer()
+        why = f"nobody collected them within {self.settings.results_kept_s:g} s (settings.results_kept_s)"
+        txn = transactions.give_results_up(view, why, by=self.name, writer=writer)
+        try:
+            async with asyncio.timeout(self.settings.call_s):
+                if await self.transact(txn, key=view.keys.collected, writer=writer) is None:
+                    await self.keeper.refresh()
+                    return False
+        except (CoordinationError, TimeoutError) as error:  # without etcd no launcher takes the results for lost
+            self.log.info("the results were not given up in etcd: %s", str(error) or "no answer")
+        self.log.warning("the results are given up: %s", why)
+        return True
+
+    async def _wait_for_view(self, shows: Callable[[JobView], bool]) -> None:
+        """Returns when `shows` holds for the view, or this node has drained.
+
+        Only a draining node looks at every commit: the holders of a boundary depend on the epoch. `shows` must not.
+        """
+        await self.keeper.wait_until(lambda v: shows(v) or self.draining, structure=True)
+        await self.keeper.wait_until(lambda v: shows(v) or self.draining_state.over)
+
+    def _is_superseded(self) -> bool:
+        """True if the job's name belongs to another run, or was deleted."""
+        return self.keeper.view.superseded or self.keeper.view.spec is None
+
+    def drain(self, why: str) -> None:
+        """Asks the node to hand everything over and leave. Asking again changes nothing."""
+        self.draining_state.begin(why)
+
+    def _on_connection_lost(self, node: str) -> None:
+        if self.running:
+            self.suspicion.connection_lost(node)
+
+    def _on_call_refused(self, node: str) -> None:
+        if self.running:
+            self.suspicion.call_refused(node)
+
+    def _note_cancelled(self) -> None:
+        """Notes that the node was cancelled: in a node's own process only user code does that, of an unknown task."""
+        self._why_left = (
+            "was ended by user code (sys.exit in an asyncio task of its own, a cancel of all, or loop.stop)"
+        )
+        self._ran_code = self.code_at_work()
+        if lastwords.here is not None:  # this node may not be able to tell etcd
+            for ran in self._ran_code:
+                lastwords.here.note_call((ran.task, -1), ran.task, ran.epoch, lastwords.encoded_name(OWN_TASKS))
+        self.log.error("this node %s", self._why_left)

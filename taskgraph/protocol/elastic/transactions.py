@@ -1,0 +1,91 @@
+"""The transactions of elastic jobs, as data; see `taskgraph.protocol.transactions`.
+
+A view follows exactly one other: each write compares the mod revision of the view before. The writer's own key must
+exist, so a node that others have called lost proposes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.kv import Compare, Put, Txn
+from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
+from taskgraph.protocol.view import JobView
+
+__all__ = ["finish", "point_to_checkpoint", "propose", "return_alone"]
+
+
+def propose(job: JobView, view: View, *, node: str, node_revision: int, writer: str) -> Txn:
+    """Puts the view that follows the one of `job`, or the first one."""
+    return Txn(
+        compares=(
+            Compare(job.keys.workers, job.workers.mod_revision if job.workers else 0),
+            Compare(job.keys.node(node), node_revision),
+            Compare(job.keys.spec, job.spec_revision),
+        ),
+        success=(Put(job.keys.workers, view.record(writer).to_bytes()),),
+    )
+
+
+def return_alone(job: JobView, view: View, gone: Iterable[str], *, node: str, node_revision: int, writer: str) -> Txn:
+    """Puts the first view of a lineage, since no worker of the view of `job` holds all totals.
+
+    It compares the absence of the keys of those that are gone, so none of them can have come back, and the checkpoint,
+    so the new lineage begins from the newest one.
+
+    Raises:
+        LookupError: there is no view.
+    """
+    if job.workers is None:
+        raise LookupError("there is no view")
+    txn = propose(job, view, node=node, node_revision=node_revision, writer=writer)
+    absent = tuple(Compare(job.keys.node(worker), 0) for worker in gone)
+    checkpoint = Compare(job.keys.checkpoint, job.checkpoint.mod_revision if job.checkpoint else 0)
+    return replace(txn, compares=(*txn.compares, *absent, checkpoint))
+
+
+def finish(job: JobView, *, positions: int, node: str, node_revision: int, writer: str) -> Txn:
+    """Ends the job as finished, once the last total is stable in the view of `job`.
+
+    Args:
+        positions: the number of totals; the job's epochs, for people.
+
+    Raises:
+        LookupError: the job does not run, or has no view.
+    """
+    if job.workers is None or job.status is None or job.epoch is None or not job.running:
+        raise LookupError("the job does not run")
+    epoch = EpochRecord(epoch=positions, attempt=job.epoch.record.attempt, writer=writer)
+    return Txn(
+        compares=(
+            Compare(job.keys.workers, job.workers.mod_revision),
+            Compare(job.keys.node(node), node_revision),
+            Compare(job.keys.status, job.status.mod_revision),
+        ),
+        success=(
+            Put(job.keys.epoch, epoch.to_bytes()),
+            Put(job.keys.status, StatusRecord(state=State.FINISHED, writer=writer).to_bytes()),
+        ),
+    )
+
+
+def point_to_checkpoint(job: JobView, record: CheckpointRecord, *, node: str, node_revision: int) -> Txn:
+    """Points to a checkpoint of the lineage of `job`'s view.
+
+    Raises:
+        LookupError: the job does not run, or the checkpoint is not later than the current one.
+    """
+    if job.workers is None or not job.running:
+        raise LookupError("the job does not run")
+    if job.checkpoint is not None and record.epoch <= job.checkpoint.record.epoch:
+        raise LookupError(f"the checkpoint of {record.epoch} sums is not later than the current one")
+    return Txn(
+        compares=(
+            Compare(job.keys.workers, job.workers.mod_revision),
+            Compare(job.keys.node(node), node_revision),
+            Compare(job.keys.checkpoint, job.checkpoint.mod_revision if job.checkpoint else 0),
+        ),
+        success=(Put(job.keys.checkpoint, record.to_bytes()),),
+    )

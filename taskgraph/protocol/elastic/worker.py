@@ -1,0 +1,501 @@
+"""One worker of an elastic job, without values, clock or messages' transport.
+
+    outside ──enter, then a view that lists it──► flushing ──reports of all──► lacking ──totals──► working
+       ▲                                             ▲  └──────────────────────────────────────────►│
+       └──────────── a view without it ──────────────┴──────────── a new view ──────────────────────┘
+
+    state      it takes
+    outside    the totals of a donor; views
+    flushing   reports of its view; it completes nothing, and keeps the parts that user code finishes
+    lacking    totals of its view
+    working    contributions of its view
+
+1. A worker sends the sums of the spans that it is the source of, once user code has reached the position, and an empty
+   contribution if there are none. A position is complete with the contributions of all workers of the view.
+2. Messages name their view. Those of an older view change nothing; the caller answers them with the newer view. The
+   caller keeps those of a newer view until this worker has read it.
+3. Contributions carry a *tag*, a digest of all totals so far and of what user code asked for. A position whose tags
+   differ is never complete: the next view is without the outvoted workers.
+4. A total is *stable* for a worker that knows from every worker of its view that it holds the total: by a contribution
+   to a later position, a report, or an answer after the last one. Only stable totals may count outside.
+
+The caller calls a method for each event, and then carries `take()` out, in order. It keeps the value of each held span
+and of each total until an action drops it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+
+from taskgraph.protocol.elastic.flush import Outcome, Report, deal_all, settle
+from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.frozen import frozen
+
+__all__ = [
+    "Action",
+    "Complete",
+    "Contribute",
+    "Contribution",
+    "Differ",
+    "Drop",
+    "GiveTotals",
+    "Holds",
+    "Merge",
+    "NoneWhole",
+    "Outside",
+    "Phase",
+    "SendReport",
+    "Stable",
+    "Worker",
+]
+
+
+class Phase(StrEnum):
+    OUTSIDE = "outside"
+    FLUSHING = "flushing"
+    LACKING = "lacking"
+    WORKING = "working"
+
+
+@frozen
+class Contribution:
+    """A message: the sums of these spans of a position, which the sender is the source of."""
+
+    view: int
+    position: int
+    spans: tuple[Span, ...]
+    tag: bytes
+
+
+@frozen
+class SendReport:
+    """Send the report to all other workers of the view, with the view: a worker that has not read it reads it so.
+
+    Hold the sums that the report names, also those that were received, and drop all others of the position at work.
+    """
+
+    view: View
+    report: Report
+
+
+@frozen
+class Contribute:
+    """Send the contribution to all other workers of the view, with the sums."""
+
+    contribution: Contribution
+
+
+@frozen
+class Merge:
+    """Replace the sums of both halves by their sum."""
+
+    span: Span
+
+
+@frozen
+class Drop:
+    """Drop the held sums of these spans of the position at work."""
+
+    spans: tuple[Span, ...]
+
+
+@frozen
+class Complete:
+    """Add the held spans of this position, along the tree: that is the total. Keep it until it is stable."""
+
+    position: int
+    spans: tuple[Span, ...]
+
+
+@frozen
+class GiveTotals:
+    """Send the totals `first` to `end - 1` to a worker that lacks them."""
+
+    view: int
+    to: str
+    first: int
+    end: int
+
+
+@frozen
+class Stable:
+    """All workers of the view hold the totals below `position`."""
+
+    position: int
+
+
+@frozen
+class Holds:
+    """Tell all other workers of the view that this one holds the totals below `position`."""
+
+    view: int
+    position: int
+
+
+@frozen
+class Differ:
+    """The tags of the workers differ at this position: their totals do, their state, or what their user code asks for.
+
+    Attributes:
+        outvoted: the workers to exclude: all but the largest group of equal tags; of several, the one with the most
+            senior worker stays.
+    """
+
+    position: int
+    outvoted: tuple[str, ...]
+
+
+@frozen
+class Outside:
+    """This worker is in no view: compute nothing more, and keep the state whose last total was stable."""
+
+
+@frozen
+class NoneWhole:
+    """No whole worker is left in this view: only a return to a checkpoint can go on."""
+
+    view: int
+
+
+Action = SendReport | Contribute | Merge | Drop | Complete | GiveTotals | Holds | Stable | Differ | Outside | NoneWhole
+
+
+class _Round:
+    """What a worker knows of the position at work.
+
+    Attributes:
+        parts: the number of parts; 0 until user code has reached the position.
+        tag: see `Contribution`.
+        own: spans of which this worker holds the sum, other than those received in this view.
+        begun: parts that user code has begun to compute, or finished.
+        due: worker -> the parts that its contributions have to cover; empty until the parts are dealt.
+        waiting: parts dealt to this worker that user code has not begun, in order.
+        targets: spans that this worker contributes.
+        received: worker -> the spans that it contributed in this view, in the order of arrival.
+        tags: worker -> the tag of its contributions.
+    """
+
+    __slots__ = ("begun", "due", "own", "parts", "received", "tag", "tags", "targets", "waiting")
+
+    def __init__(self) -> None:
+        self.parts = 0
+        self.tag = b""
+        self.own: set[Span] = set()
+        self.begun: set[int] = set()
+        self.due: dict[str, frozenset[int]] = {}
+        self.waiting: list[int] = []
+        self.targets: tuple[Span, ...] = ()
+        self.received: dict[str, list[Span]] = {}
+        self.tags: dict[str, bytes] = {}
+
+    def stop(self) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+        """Ends the exchange of a view. Returns the spans held, and the parts begun that are not among them."""
+        self.own.update(span for spans in self.received.values() for span in spans)
+        self.received, self.tags = {}, {}
+        self.due, self.waiting, self.targets = {}, [], ()
+        held = {part for span in self.own for part in span.parts}
+        return tuple(sorted(self.own)), tuple(sorted(self.begun - held))
+
+    def keep(self, outcome: Outcome, me: str) -> tuple[Span, ...]:
+        """Keeps the spans that this worker is the source of. Returns the others."""
+        kept = {
+            span
+            for span in self.own
+            if outcome.sources.get(span) == me or (span.end - span.first == 1 and outcome.begun.get(span.first) == me)
+        }
+        dropped = tuple(sorted(self.own - kept))
+        self.own = kept
+        self.begun &= {part for part, worker in outcome.begun.items() if worker == me}
+        return dropped
+
+    def deal(self, due: dict[str, frozenset[int]], me: str) -> None:
+        """Notes which parts each worker contributes."""
+        self.due = due
+        self.targets = cover(due[me], self.parts)
+        held = {part for span in self.own for part in span.parts}
+        self.waiting = sorted(due[me] - held - self.begun)
+
+    def add(self, span: Span) -> list[Span]:
+        """Holds a span. Returns the spans that its sum completes, each after its halves."""
+        self.own.add(span)
+        merged: list[Span] = []
+        while span not in self.targets:
+            above = parent(span, self.parts)
+            if above is None or not self.own.issuperset(halves(above)):
+                break
+            self.own.difference_update(halves(above))
+            self.own.add(above)
+            merged.append(above)
+            span = above
+        return merged
+
+    def covered(self, worker: str) -> bool:
+        """True if the worker contributed all that it has to."""
+        spans = self.received.get(worker)
+        return spans is not None and self.due[worker].issubset({part for span in spans for part in span.parts})
+
+
+def _outvoted(workers: Sequence[str], tags: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Returns the workers without the tag that most workers have; see `Differ`. `workers` is in order of seniority."""
+    counts = Counter(tags[worker] for worker in workers)  # in the order of the most senior worker with each tag
+    chosen = max(counts, key=counts.__getitem__)
+    return tuple(worker for worker in workers if tags[worker] != chosen)
+
+
+class Worker:
+    """The state of one worker.
+
+    Args:
+        me: its node id.
+        position: the number of totals that its state rests on.
+        whole: it is of the first view of its lineage.
+
+    Attributes:
+        view: the newest view that it has read; None: none.
+        phase: see the module.
+        position: the number of totals that it holds.
+        whole: see `flush`.
+        stable: all workers of the view are known to hold the totals below this position.
+    """
+
+    def __init__(self, me: str, *, position: int = 0, whole: bool = False) -> None:
+        self.view: View | None = None
+        self.phase = Phase.OUTSIDE
+        self.position = position
+        self.whole = whole
+        self.stable = 0
+        self._me = me
+        self._since = -1
+        self._reports: dict[str, Report] = {}
+        self._outcome: Outcome | None = None
+        self._known: dict[str, int] = {}  # worker of the view -> the position that it is known to have reached
+        self._round = _Round()
+        self._early: list[tuple[str, Contribution]] = []  # to the next position
+        self._ended = False  # user code has returned
+        self._actions: list[Action] = []
+
+    def take(self) -> list[Action]:
+        """Returns the actions since the last call."""
+        taken, self._actions = self._actions, []
+        return taken
+
+    # -- views ------------------------------------------------------------------------------------
+
+    def enter(self, number: int) -> None:
+        """This worker is about to propose the view of this number, by which it enters, or is of the first view."""
+        self._since = number
+
+    def read_view(self, view: View) -> None:
+        """Stops, and reports. Call it for each view that is read, from etcd or from a report."""
+        known = -1 if self.view is None else self.view.number
+        if view.number < known or (view.number == known and self.phase != Phase.OUTSIDE):
+            return
+        self.view = view
+        if view.since(self._me) != self._since:
+            if self.phase != Phase.OUTSIDE:
+                self.phase = Phase.OUTSIDE
+                self._actions.append(Outside())
+            return
+        self.phase = Phase.FLUSHING
+        held, begun = self._round.stop()
+        self._reports, self._outcome, self._known, self._early = {}, None, {}, []
+        report = Report(self.position, self.whole, held, begun)
+        self._actions.append(SendReport(view, report))
+        self._hear(self._me, report)
+
+    def report(self, worker: str, view: View, report: Report) -> bool:
+        """Takes the report of another worker, which names its view. Returns False if this worker may be about to enter
+        by that view: keep the report until then."""
+        self.read_view(view)
+        if self.view == view and self.phase == Phase.FLUSHING:
+            self._hear(worker, report)
+        return not (self.view == view and self.phase == Phase.OUTSIDE and self._me in view.workers)
+
+    def _hear(self, worker: str, report: Report) -> None:
+        assert self.view is not None
+        self._reports.setdefault(worker, report)
+        if not self._reports.keys() >= set(self.view.workers):
+            return
+        outcome = settle(self.view, self._reports)
+        if outcome is None:
+            self._actions.append(NoneWhole(self.view.number))
+            return
+        self._outcome = outcome
+        self._known = {w: max(self._reports[w].position, self._known.get(w, 0)) for w in self.view.workers}
+        if outcome.donor == self._me:
+            self._actions += [
+                GiveTotals(self.view.number, w, first, outcome.position) for w, first in outcome.lacking.items()
+            ]
+        if self.position == outcome.position:
+            if dropped := self._round.keep(outcome, self._me):
+                self._actions.append(Drop(dropped))
+            self._begin_work()
+        else:
+            self.phase = Phase.LACKING
+        self._note_stable()
+
+    def _begin_work(self) -> None:
+        self.phase, self.whole = Phase.WORKING, True
+        if self._ended:
+            self._say_holds()
+        self._deal()
+
+    # -- totals -----------------------------------------------------------------------------------
+
+    def total(self, view: int, position: int) -> bool:
+        """Takes a total that this worker lacks, from the donor of its view. Returns False if it is too early: keep it
+        until this worker has read that view, and the flush has ended."""
+        if self.view is None or view > self.view.number or (view == self.view.number and self.phase == Phase.FLUSHING):
+            return False
+        if view == self.view.number and self.phase == Phase.LACKING and position == self.position:
+            assert self._outcome is not None
+            self._next()
+            if self.position == self._outcome.position:
+                self._begin_work()
+        return True
+
+    def catch_up(self, position: int) -> None:
+        """This worker is outside, and has the stable totals below a position."""
+        assert self.phase == Phase.OUTSIDE
+        if position > self.position:
+            self.position = position
+            self._round = _Round()  # user code may have begun the earlier one
+
+    def _next(self) -> None:
+        """This worker holds the total of the position at work."""
+        self.position += 1
+        self._round = _Round()
+        early, self._early = self._early, []
+        for worker, contribution in early:
+            self._receive(worker, contribution)
+        self._knows(self._me, self.position)
+
+    def holds(self, worker: str, view: int, position: int) -> bool:
+        """Takes the message that a worker of the view holds all totals below a position. Returns False if it is of a
+        view that this worker has not read: keep it until then."""
+        if self.view is None or view > self.view.number:
+            return False
+        if view == self.view.number and self.phase != Phase.OUTSIDE:
+            self._knows(worker, position)
+        return True
+
+    def _knows(self, worker: str, position: int) -> None:
+        self._known[worker] = max(position, self._known.get(worker, 0))
+        self._note_stable()
+
+    def _note_stable(self) -> None:
+        if self._outcome is None:
+            return  # not all workers of the view have reported
+        stable = min(self._known.values())
+        if stable > self.stable:
+            self.stable = stable
+            self._actions.append(Stable(stable))
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def begin(self, parts: int, tag: bytes) -> None:
+        """User code has reached the position at work, which has so many parts."""
+        self._round.parts, self._round.tag = parts, tag
+        self._deal()
+
+    def _deal(self) -> None:
+        if self.phase != Phase.WORKING or not self._round.parts or self._round.due:
+            return
+        assert self.view is not None and self._outcome is not None
+        if self.position == self._outcome.position:
+            dealt = self._outcome.deal(self._round.parts)
+        else:
+            dealt = deal_all(self.view, self._round.parts)
+        due = {w: set(dealt.get(w, ())) for w in self.view.workers}
+        if self.position == self._outcome.position:
+            for span, worker in self._outcome.sources.items():
+                due[worker].update(span.parts)
+        self._round.deal({w: frozenset(parts) for w, parts in due.items()}, self._me)
+        for span in sorted(self._round.own):
+            if span in self._round.own:  # not merged meanwhile
+                self._merge(span)
+        self._contribute(self._round.targets)
+
+    def take_parts(self, most: int | None = None) -> list[int]:
+        """Returns parts that user code is to compute; they stay with this worker. None are there for now if it is
+        empty."""
+        taken = self._round.waiting[:most]
+        del self._round.waiting[:most]
+        self._round.begun.update(taken)
+        return taken
+
+    def computed(self, position: int, part: int) -> None:
+        """User code has finished a part."""
+        if position != self.position or self.phase == Phase.OUTSIDE:
+            return
+        span = Span(part, part + 1)
+        if part in self._round.waiting:  # it was dealt to this worker again meanwhile
+            self._round.waiting.remove(part)
+        if not self._round.due:
+            self._round.own.add(span)  # the outcome of the flush says whether it is kept
+        elif part in self._round.due[self._me]:
+            self._merge(span)
+            self._contribute([target for target in self._round.targets if part in target.parts])
+        else:
+            self._actions.append(Drop((span,)))
+
+    def _merge(self, span: Span) -> None:
+        self._actions += [Merge(merged) for merged in self._round.add(span)]
+
+    def _contribute(self, targets: Iterable[Span]) -> None:
+        """Sends those targets that are complete; an empty contribution if this worker has no targets at all."""
+        ready = tuple(target for target in targets if target in self._round.own)
+        if not ready and self._round.targets:
+            return
+        assert self.view is not None
+        contribution = Contribution(self.view.number, self.position, ready, self._round.tag)
+        self._actions.append(Contribute(contribution))
+        self._receive(self._me, contribution)
+        self._complete()
+
+    def contribution(self, worker: str, contribution: Contribution) -> bool:
+        """Takes a contribution. Returns False if it is of a view that this worker has not read: keep it until then."""
+        if self.view is None or contribution.view > self.view.number:
+            return False
+        if contribution.view == self.view.number and self.phase != Phase.OUTSIDE:
+            self._receive(worker, contribution)
+            self._knows(worker, contribution.position)
+            self._complete()
+        return True
+
+    def _receive(self, worker: str, contribution: Contribution) -> None:
+        if contribution.position > self.position:
+            self._early.append((worker, contribution))
+        elif contribution.position == self.position:
+            self._round.tags[worker] = contribution.tag
+            spans = self._round.received.setdefault(worker, [])
+            spans += [span for span in contribution.spans if span not in spans]
+
+    def _complete(self) -> None:
+        """Completes the position at work if all workers of the view contributed all that they have to."""
+        known = self._round
+        if self.phase != Phase.WORKING or not known.due or not all(map(known.covered, known.due)):
+            return
+        if any(tag != known.tag for tag in known.tags.values()):
+            assert self.view is not None
+            outvoted = _outvoted(self.view.workers, known.tags)
+            for worker in outvoted:  # what they sent may rest on a wrong state: it is not held in the next view
+                del known.received[worker]
+            self._actions.append(Differ(self.position, outvoted))
+            return
+        spans = tuple(sorted(span for spans in known.received.values() for span in spans))
+        self._actions.append(Complete(self.position, spans))
+        self._next()
+
+    def ended(self) -> None:
+        """User code has returned: it reaches no later position."""
+        self._ended = True
+        if self.phase == Phase.WORKING:
+            self._say_holds()
+
+    def _say_holds(self) -> None:
+        assert self.view is not None
+        self._actions.append(Holds(self.view.number, self.position))

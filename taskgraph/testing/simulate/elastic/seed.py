@@ -1,0 +1,149 @@
+"""Runs one seed of an elastic job: draws the job and its faults, simulates them, and judges the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import traceback
+
+import taskgraph as tg
+from taskgraph.protocol.records import State
+from taskgraph.testing.simulate.elastic.faults import ElasticFaults, draw
+from taskgraph.testing.simulate.elastic.workload import Workload
+from taskgraph.testing.simulate.elastic.world import ElasticWorld
+from taskgraph.testing.simulate.loop import SimLoop, SimulationHalted, own_time
+from taskgraph.testing.simulate.pace import Pace
+from taskgraph.testing.simulate.runs import Violation
+from taskgraph.testing.simulate.seed import Outcome, Stuck, with_cpu_limit, without_garbage_collection
+from taskgraph.testing.simulate.transcript import Transcript
+from taskgraph.testing.simulate.world import ErrorLogHandler
+
+__all__ = ["run_elastic_seed"]
+
+HEAL_S = 15.0
+"""Virtual seconds after which all failures end."""
+DEADLINE_S = 90.0
+"""Virtual seconds after `HEAL_S` in which the job must end."""
+RUTHLESS_SHARE = 0.15
+"""Share of the seeds whose faults may end all workers that hold the totals."""
+
+
+def run_elastic_seed(seed: int) -> Outcome:
+    """Runs one seed. The same seed gives the same run in every process."""
+    began = time.perf_counter()
+    loop = SimLoop()
+    outcome = Outcome(seed, "", "", "", Transcript(lambda: loop.at), 0.0, 0.0, 0)
+    with with_cpu_limit(loop), without_garbage_collection():
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(_run(outcome))
+        except (SimulationHalted, Stuck) as error:
+            outcome.problem = outcome.problem or str(error)
+    outcome.virtual_s = loop.at - 1.0
+    outcome.wall_s = time.perf_counter() - began
+    outcome.steps = loop.steps
+    return outcome
+
+
+def _settings(rng: random.Random) -> tg.Settings:
+    return tg.Settings(
+        lease_ttl_s=2.0,
+        lease_stall_s=rng.choice((0.5, 1.0)),
+        lost_after_s=rng.choice((3.0, 7.0)),
+        start_wait_s=2.0,
+        drain_s=8.0,
+        connect_s=rng.choice((0.3, 1.0)),
+        ping_s=1.0,
+        ping_timeout_s=rng.choice((1.5, 4.0)),
+        call_s=rng.choice((0.5, 2.0)),
+        refresh_s=rng.choice((0.01, 0.05)),
+        results_kept_s=60.0,
+    )
+
+
+async def _run(outcome: Outcome) -> None:
+    rng = random.Random(f"elastic {outcome.seed}")
+    workload = Workload.draw(rng)
+    pace = Pace.draw(outcome.seed, own_time)
+    world = ElasticWorld(workload, _settings(rng), rng, pace)
+    nodes = rng.choice((1, 2, 2, 3, 3, 4))
+    outcome.transcript = world.transcript
+    outcome.described = ", ".join([workload.text, f"{nodes} nodes", *(what for what, so in pace.has.items() if so)])
+    ruthless = rng.random() < RUTHLESS_SHARE
+    faults = ElasticFaults(world, draw(rng), random.Random(rng.getrandbits(64)), ruthless=ruthless)
+    world.loop.set_exception_handler(
+        lambda _, context: world.fail(Violation(f"not handled: {context.get('message')} {context.get('exception')!r}"))
+    )
+    errors = ErrorLogHandler(world.fail)
+    logger = logging.getLogger("taskgraph")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(errors)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    try:
+        await world.start(nodes)
+        outcome.ended = await _wait_for_end(world, faults)
+    except Violation as error:
+        outcome.problem = str(error)
+    except Exception as error:
+        outcome.problem = "".join(traceback.format_exception(error))
+    finally:
+        faults.end(heal=True)
+        await world.stop()
+        logger.removeHandler(errors)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+async def _wait_for_end(world: ElasticWorld, faults: ElasticFaults) -> str:
+    """Waits for the job's end, first with faults, after `HEAL_S` without. Returns how it ended."""
+    judging = asyncio.ensure_future(_judge(world))
+    try:
+        await asyncio.wait((judging, world.failed), timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
+        if not judging.done() and not world.failed.done():
+            faults.end(heal=True)
+            world.transcript.add("world", "heal", "no failure from now on")
+            await asyncio.wait((judging, world.failed), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        if world.failed.done():
+            world.failed.result()
+        if not judging.done():
+            raise Violation(f"E6: it hangs: {_describe(world)}")
+        return judging.result()
+    finally:
+        judging.cancel()
+        await asyncio.gather(judging, return_exceptions=True)
+
+
+async def _judge(world: ElasticWorld) -> str:
+    """Waits for the job's end. Returns "finished", or "lost" if no worker was left that holds the totals.
+
+    Raises:
+        Violation: the job failed for no reason, or its result is wrong.
+    """
+    status = await world.status()
+    if status is None:
+        return "all gone"
+    if status.state == State.FINISHED:
+        result = await world.result()
+        if result is None:
+            return "all gone"
+        world.checks.check_result(result)
+        return "finished"
+    if world.whole_at_failure:
+        raise Violation(f"the job failed, and {world.whole_at_failure} could go on: {status.reason}")
+    return "lost"
+
+
+def _describe(world: ElasticWorld) -> str:
+    """Describes what each node waits for, for a report of a hang."""
+    lines = []
+    for known in world.existing():
+        node, core = known.node, known.node.engine.core
+        view = None if core.view is None else core.view.number
+        lines.append(
+            f"{known.id}: {core.phase} at {core.position}, view {view}{', whole' if core.whole else ''}"
+            f"{', paused' if node.paused else ''} {'; '.join(node.status().waits)}".strip()
+        )
+    return f"{world.view.workers and world.view.workers.record} | " + " | ".join(lines)

@@ -1,0 +1,179 @@
+"""The elastic job of a seed: a loop whose totals show which computations they were made of.
+
+Each computation of a part has a number, its *instance*. A part adds its values, and its instance and its rows in arrays
+of their own. So a total says which instance of each part it counts, and from their values follow its bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import taskgraph as tg
+from taskgraph.elastic.job import _NoTask
+from taskgraph.elastic.node import ElasticNode
+from taskgraph.elastic.rows import Rows
+from taskgraph.jobs import ElasticCall, Job
+from taskgraph.protocol.elastic.tree import Span, halves
+from taskgraph.testing.simulate.elastic.threads import process_here, sleep
+
+__all__ = ["Recorder", "Workload", "total_of"]
+
+Values = NDArray[np.float32]
+
+_WIDTH = 3
+_MOST_S = 12.0
+"""Virtual seconds that all parts take at most, one after another, on a worker that is not slow."""
+
+
+class Recorder(Protocol):
+    """Learns what user code does on a worker."""
+
+    def on_part(self, node: str, position: int, part: int, values: Values) -> int:
+        """A worker computes a part. Returns the instance."""
+
+    def on_total(self, node: str, position: int, total: Mapping[str, Any], parts: int) -> None:
+        """User code of a worker got a total."""
+
+    def on_boundary(self, node: str, position: int, history: bytes, state: bytes) -> None:
+        """A worker is between two steps.
+
+        Args:
+            history: a digest of all totals before.
+            state: a digest of all that later steps rest on.
+        """
+
+
+def total_of(values: Mapping[int, Values], span: Span) -> Values:
+    """Adds the values of parts along the tree."""
+    if span.end - span.first == 1:
+        return values[span.first]
+    first, second = halves(span)
+    return total_of(values, first) + total_of(values, second)
+
+
+@dataclass
+class Workload:
+    """The job of one seed.
+
+    Attributes:
+        rounds: sums within a step.
+        erratic: each computation of a part gives other values.
+        slow: node -> how much longer its parts take.
+    """
+
+    seed: int
+    rows: int
+    batch: int
+    parts: int
+    passes: int
+    rounds: int
+    erratic: bool
+    compute_s: float
+    slow: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Workload:
+        batch = rng.choice((4, 6, 8))
+        drawn = cls(
+            seed=rng.getrandbits(30),
+            rows=batch * rng.choice((1, 2, 3)) + rng.choice((0, 0, 1, 3)),
+            batch=batch,
+            parts=rng.choice((1, 2, 3, 4, 4)),
+            passes=rng.choice((1, 2, 3, 4)),
+            rounds=rng.choice((1, 1, 1, 2)),
+            erratic=rng.random() < 0.5,
+            compute_s=rng.choice((0.001, 0.01, 0.05, 0.2, 0.5)),
+        )
+        drawn.compute_s = min(drawn.compute_s, _MOST_S / (drawn.positions * drawn.parts))
+        return drawn
+
+    @property
+    def text(self) -> str:
+        kind = "erratic " if self.erratic else ""
+        return f"{self.plan.steps} {kind}steps of {self.parts} parts" + (" in 2 rounds" if self.rounds > 1 else "")
+
+    @property
+    def plan(self) -> Rows:
+        return Rows(self.rows, self.batch, self.parts, self.passes, self.seed, shuffle=True, drop_last=False)
+
+    @property
+    def positions(self) -> int:
+        assert self.plan.steps is not None
+        return self.plan.steps * self.rounds
+
+    def job(self, recorder: Recorder, settings: tg.Settings) -> Job:
+        call = ElasticCall(_train, {"workload": self, "recorder": recorder}, lambda: ElasticNode)
+        return Job(tasks=1, builder=_NoTask, backups=0, settings=settings, seed=self.seed, name="job", _elastic=call)
+
+    def values(self, position: int, part: int, rows: NDArray[np.int64], weights: Values) -> Values:
+        """Computes a part: values of such different sizes that their sum depends on the order."""
+        rng = np.random.Generator(np.random.Philox([self.seed, position * 64 + part]))
+        sizes = np.exp(rng.uniform(-9.0, 9.0, _WIDTH)) * rng.normal(size=_WIDTH)
+        return np.asarray(sizes * (1.0 + 0.01 * rows.sum()) + np.tanh(weights), np.float32)
+
+    def expected(self) -> Values:
+        """Computes the value of an undisturbed run, if the job is not erratic."""
+        plan, weights = self.plan, np.zeros(_WIDTH, np.float32)
+        for position in range(self.positions):
+            rows = plan.of_parts(position // self.rounds)
+            values = {part: self.values(position, part, rows[part], weights) for part in range(len(rows))}
+            weights = stepped(weights, total_of(values, Span(0, len(rows))))
+        return weights
+
+    def duration_s(self, node: str, rng: random.Random) -> float:
+        """Draws how long a part takes on a node."""
+        return self.compute_s * self.slow.get(node, 1.0) * rng.uniform(0.5, 1.5)
+
+
+def stepped(weights: Values, total: Values) -> Values:
+    """Returns the weights after a total."""
+    return np.float32(0.9) * weights - np.float32(0.001) * total
+
+
+def _train(run: Any, workload: Workload, recorder: Recorder) -> Values:
+    with (
+        run.progress.turn.taken()
+    ):  # of its own: user code draws from no generator of the process, so workers may interleave
+        return _steps(run, workload, recorder)
+
+
+def _steps(run: Any, workload: Workload, recorder: Recorder) -> Values:
+    node = process_here()
+    rng = random.Random(f"{node} of {workload.seed}")
+    state = run.state(weights=np.zeros(_WIDTH, np.float32), history=b"")
+    steps = run.steps(
+        rows=workload.rows, batch=workload.batch, parts=workload.parts, passes=workload.passes, seed=workload.seed
+    )
+    for step in steps:
+        for _ in range(workload.rounds):
+            position = run.progress.position
+            recorder.on_boundary(node, position, state.history, state.weights.tobytes())
+            parts = 0
+            for part in step:
+                values = workload.values(position, part.number, part.rows, state.weights)
+                sleep(workload.duration_s(node, rng))
+                if workload.erratic:
+                    values = values + np.float32(rng.random())
+                instance = recorder.on_part(node, position, part.number, values)
+                instances, rows = np.zeros(workload.parts, np.int64), np.zeros(workload.rows, np.int64)
+                instances[part.number] = instance
+                rows[part.rows] = 1
+                part.add(values=values, instances=instances, rows=rows, parts=1)
+            total = {name: step[name] for name in ("values", "instances", "rows", "parts")}
+            parts = len(workload.plan.of_parts(step.number))
+            recorder.on_total(node, position, total, parts)
+            state.weights[:] = stepped(state.weights, total["values"])
+            state.history = hashlib.blake2b(
+                state.history + total["instances"].tobytes() + total["values"].tobytes(), digest_size=16
+            ).digest()
+        step.report(instance=float(total["instances"][0]))
+    recorder.on_boundary(node, run.progress.position, state.history, state.weights.tobytes())
+    value: Values = state.weights
+    return value

@@ -1,0 +1,84 @@
+"""Elastic jobs on real processes with real signals: workers die, leave, freeze and join, and the value has the same
+bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_kit import Cli, Command
+from processes_kit import becomes, stop
+
+import taskgraph as tg
+from taskgraph.driver.loading import load_driver
+
+DRIVER = str(Path(__file__).parent / "drivers" / "elastic_fit.py")
+
+
+@pytest.fixture(scope="module")
+def calm() -> Any:
+    """What it returns on one worker in one process."""
+    job: Any = load_driver(DRIVER)
+    return json.loads(tg.run(job(pause_s=0.0), nodes=0, timeout_s=60).to_json())["values"]
+
+
+async def at_gate(cli: Cli, nodes: int, *options: str) -> Command:
+    """A run whose workers compute parts of step 5, until `cli.open` is called."""
+    gate = ("-o", f"gate={cli.gate}", *options)
+    run = await cli.start("run", DRIVER, "--nodes", str(nodes), "--json", *gate)
+    await becomes(lambda: len(list(cli.root.glob("gate-n*"))) == nodes)
+    return run
+
+
+async def pid_of(cli: Cli, node: str) -> int:
+    nodes = json.loads((await cli("status", "fit", "--json")).out)["nodes"]
+    (pid,) = [known["pid"] for known in (nodes.values() if isinstance(nodes, dict) else nodes) if known["name"] == node]
+    return int(pid)
+
+
+async def value_of(run: Command) -> Any:
+    done = await run.done(60.0)
+    assert done.code == 0, done.err
+    return json.loads(done.out.splitlines()[-1])["values"]
+
+
+@pytest.mark.smoke
+async def test_workers_die_and_join(cli: Cli, calm: Any) -> None:
+    run = await at_gate(cli, 3, "-o", "pause_s=0.03")
+    assert (await cli("kill", "fit", "--node", "n2")).code == 0
+    await run.until("n2 died (SIGKILL): n1 n3 go on")
+    launch = await cli.start("launch", "fit", "--nodes", "1")
+    await becomes(lambda: len([c for c in cli.processes().values() if "begin.py" in c]) >= 3)
+    cli.open()
+    await launch.until("n4 joined after")
+    assert (await cli("kill", "fit", "--node", "n1")).code == 0
+    assert await value_of(run) == calm
+    assert (await launch.done()).code == 0
+    await cli.nothing_left()
+
+
+async def test_worker_drains(cli: Cli, calm: Any) -> None:
+    run = await at_gate(cli, 2)
+    assert (await cli("drain", "fit", "--node", "n1")).code == 0
+    await run.until("n1 leaves")
+    cli.open()
+    assert await value_of(run) == calm
+    await cli.nothing_left()
+
+
+async def test_frozen_worker_enters_again(cli: Cli, calm: Any) -> None:
+    run = await at_gate(cli, 3, "-o", "pause_s=0.05")
+    pid = await pid_of(cli, "n2")
+    stop(pid)
+    try:
+        await run.until("n2 does not answer")
+        cli.open()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await run.until("n2 joined after")
+    assert await value_of(run) == calm
+    await cli.nothing_left()

@@ -1,0 +1,198 @@
+"""Elastic workers under random orders of events: invariants hold, and each planted mistake breaks one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from elastic_kit import Broken, World, walk
+
+from taskgraph.protocol.elastic import flush, worker
+from taskgraph.protocol.elastic.flush import Outcome, Report
+from taskgraph.protocol.elastic.tree import Span
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.elastic.worker import Phase, Worker, _Round
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def test_invariants_hold() -> None:
+    for seed in range(200):
+        walk(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(200, 6200, 500))
+def test_invariants_hold_in_more_walks(first: int) -> None:
+    for seed in range(first, first + 500):
+        walk(seed)
+
+
+def total_completed_without_a_worker(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Round, "covered", lambda self, w: w != max(self.due) or _covered(self, w))
+
+
+def flush_ends_without_all_reports(patch: pytest.MonkeyPatch) -> None:
+    def hear(self: Worker, name: str, report: Report) -> None:
+        _hear(self, name, report)
+        if self.phase == Phase.FLUSHING and len(self._reports) * 2 > len(self.view.workers):  # type: ignore[union-attr]
+            for other in self.view.workers:  # type: ignore[union-attr]
+                self._reports.setdefault(other, Report(self.position, False))
+            _hear(self, name, report)
+
+    patch.setattr(Worker, "_hear", hear)
+
+
+def reports_before_it_stops(patch: pytest.MonkeyPatch) -> None:
+    reported: dict[int, int] = {}
+
+    def read_view(self: Worker, view: View) -> None:
+        if self.phase == Phase.WORKING and view.number > max(self.view.number, reported.get(id(self), -1)):  # type: ignore[union-attr]
+            reported[id(self)] = view.number
+            held = self._round.own.union(*self._round.received.values())
+            self._actions.append(worker.SendReport(view, Report(self.position, self.whole, tuple(sorted(held)))))
+            return
+        _read_view(self, view)
+
+    patch.setattr(Worker, "read_view", read_view)
+
+
+def partial_of_an_old_view_is_taken(patch: pytest.MonkeyPatch) -> None:
+    def contribution(self: Worker, name: str, message: worker.Contribution) -> bool:
+        if self.view is not None and message.view < self.view.number and name in self.view.workers:
+            message = worker.Contribution(self.view.number, message.position, message.spans, message.tag)
+        return _contribution(self, name, message)
+
+    patch.setattr(Worker, "contribution", contribution)
+
+
+def keeps_parts_of_other_sources(patch: pytest.MonkeyPatch) -> None:
+    def keep(self: _Round, outcome: Outcome, me: str) -> tuple[Span, ...]:
+        own = set(self.own)
+        _keep(self, outcome, me)
+        self.own = own
+        return ()
+
+    patch.setattr(_Round, "keep", keep)
+
+
+def newcomer_counts_as_survivor(patch: pytest.MonkeyPatch) -> None:
+    def anyone(view: View, reports: dict[str, Report]) -> Outcome | None:
+        return _settle(view, {w: Report(r.position, True, r.held, r.begun) for w, r in reports.items()})
+
+    patch.setattr(worker, "settle", anyone)
+    patch.setattr("elastic_kit.NEWCOMERS_PROPOSE", True)
+
+
+def newcomer_is_whole_before_it_holds_the_totals(patch: pytest.MonkeyPatch) -> None:
+    def hear(self: Worker, name: str, report: Report) -> None:
+        _hear(self, name, report)
+        if self._outcome is not None:
+            self.whole = True
+
+    patch.setattr(Worker, "_hear", hear)
+
+
+def total_counts_outside_before_it_is_stable(patch: pytest.MonkeyPatch) -> None:
+    def note(self: Worker) -> None:
+        if self._outcome is not None and self.position > self.stable:
+            self.stable = self.position
+            self._actions.append(worker.Stable(self.position))
+
+    patch.setattr(Worker, "_note_stable", note)
+
+
+def donor_gives_totals_that_are_not_stable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("elastic_kit.stable_of", lambda donor: donor.core.position)
+
+
+def worker_returns_under_an_old_entry(patch: pytest.MonkeyPatch) -> None:
+    def read_view(self: Worker, view: View) -> None:
+        since = view.since(self._me)
+        if since is not None and self.view is not None:
+            self._since = since
+        _read_view(self, view)
+
+    patch.setattr(Worker, "read_view", read_view)
+    patch.setattr("elastic_kit.LATE_COPIES", True)
+
+
+def held_parts_are_dealt_too(patch: pytest.MonkeyPatch) -> None:
+    def deal(self: Outcome, parts: int) -> dict[str, tuple[int, ...]]:
+        return flush._dealt(range(parts), self.dealt_to)
+
+    patch.setattr(Outcome, "deal", deal)
+
+
+def total_is_dropped_when_complete(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("elastic_kit.KEEP_TOTALS", False)
+
+
+def sums_of_another_order(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("elastic_kit.IN_TREE_ORDER", False)
+
+
+def early_contributions_survive_a_view(patch: pytest.MonkeyPatch) -> None:
+    def read_view(self: Worker, view: View) -> None:
+        early = self._early
+        _read_view(self, view)
+        self._early = early
+
+    patch.setattr(Worker, "read_view", read_view)
+
+
+_covered, _hear, _read_view, _contribution = _Round.covered, Worker._hear, Worker.read_view, Worker.contribution
+_keep, _settle = _Round.keep, flush.settle
+
+PLANTS: dict[Plant, int] = {
+    total_completed_without_a_worker: 5,
+    flush_ends_without_all_reports: 37,
+    reports_before_it_stops: 14,
+    partial_of_an_old_view_is_taken: 50,
+    keeps_parts_of_other_sources: 1488,
+    newcomer_counts_as_survivor: 90,
+    newcomer_is_whole_before_it_holds_the_totals: 8250,
+    total_counts_outside_before_it_is_stable: 78,
+    donor_gives_totals_that_are_not_stable: 1203,
+    worker_returns_under_an_old_entry: 1152,
+    held_parts_are_dealt_too: 35,
+    total_is_dropped_when_complete: 269,
+    sums_of_another_order: 5,
+    early_contributions_survive_a_view: 2941,
+}
+"""Mistakes, and a walk that finds each soon. If walks change, make this table again from what the slow test prints."""
+
+WALKS = 9000
+"""Walks in which a mistake must show. Most show in the first 100."""
+
+
+def is_found(seed: int) -> bool:
+    try:
+        walk(seed)
+    except (Broken, AssertionError, KeyError, ValueError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_planted_mistake_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert is_found(PLANTS[plant]), "see the slow test for the walks that find it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_planted_mistake_is_found_by_some_walk(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    found = next((seed for seed in range(WALKS) if is_found(seed)), None)
+    assert found is not None, f"no walk of {WALKS} found it"
+    print(f"{plant.__name__}: {found}")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_worker_with_another_tag_is_excluded(seed: int) -> None:
+    world = World(seed, workers=3, steps=3, parts=4, deaths=0, exclusions=0, joins=0)
+    world.liars = {"ABC"[seed % 3]}
+    world.end()
+    assert set(world.view.workers) == {"A", "B", "C"} - world.liars
+    assert all(len(world.peers[worker].totals) == 3 for worker in world.view.workers)

@@ -1,0 +1,303 @@
+"""Mistakes put into elastic jobs on purpose, one rule each: the simulation must notice every one of them.
+
+A plant changes the decisions (`taskgraph.protocol.elastic`), what carries them out (the engine and the outbox), or the
+node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from taskgraph.elastic import engine as engine_module
+from taskgraph.elastic import joining as joining_module
+from taskgraph.elastic import node as node_module
+from taskgraph.elastic.engine import Engine
+from taskgraph.elastic.joining import Joining
+from taskgraph.elastic.node import ElasticNode
+from taskgraph.elastic.outbox import Outbox
+from taskgraph.elastic.reports import StableReports
+from taskgraph.elastic.sums import Sums
+from taskgraph.elastic.usercall import UserCall
+from taskgraph.protocol.elastic import flush, transactions
+from taskgraph.protocol.elastic import worker as worker_module
+from taskgraph.protocol.elastic.flush import Outcome, Report
+from taskgraph.protocol.elastic.tree import Span
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.elastic.worker import Phase, Stable, Worker, _Round
+from taskgraph.protocol.kv import Txn
+from taskgraph.protocol.messages import Call, PartSums, StateCopy
+
+__all__ = ["PLANTS", "Plant"]
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTS: dict[str, Plant] = {}
+
+
+def plant(function: Plant) -> Plant:
+    PLANTS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def _changed(patch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """`change(original, *args, **kwargs)` instead of the original."""
+    original = getattr(owner, name)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return change(original, *args, **kwargs)
+
+    patch.setattr(owner, name, changed)
+
+
+# -- the core -------------------------------------------------------------------------------------
+
+
+@plant
+def a_total_is_completed_without_a_worker(patch: pytest.MonkeyPatch) -> None:
+    _changed(patch, _Round, "covered", lambda covered, self, w: w != max(self.due) or covered(self, w))
+
+
+@plant
+def a_flush_ends_without_all_reports(patch: pytest.MonkeyPatch) -> None:
+    def hear(heard: Callable[..., None], self: Worker, name: str, report: Report) -> None:
+        heard(self, name, report)
+        assert self.view is not None
+        if self.phase == Phase.FLUSHING and len(self._reports) * 2 > len(self.view.workers):
+            for other in self.view.workers:
+                self._reports.setdefault(other, Report(self.position, False))
+            heard(self, name, report)
+
+    _changed(patch, Worker, "_hear", hear)
+
+
+@plant
+def a_partial_of_an_old_view_is_taken(patch: pytest.MonkeyPatch) -> None:
+    def take(taken: Callable[..., bool], self: Engine, worker: str, message: Call) -> bool:
+        if isinstance(message, PartSums) and message.view < self._view:
+            message = structs.replace(message, view=self._view)
+        return taken(self, worker, message)
+
+    _changed(patch, Engine, "_take", take)
+
+
+@plant
+def parts_of_other_sources_are_kept(patch: pytest.MonkeyPatch) -> None:
+    def keep(kept: Callable[..., Any], self: _Round, outcome: Outcome, me: str) -> tuple[Span, ...]:
+        own = set(self.own)
+        kept(self, outcome, me)
+        self.own = own
+        return ()
+
+    _changed(patch, _Round, "keep", keep)
+
+
+@plant
+def held_parts_are_dealt_too(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Outcome, "deal", lambda self, parts: flush._dealt(range(parts), self.dealt_to))
+
+
+@plant
+def a_newcomer_counts_as_a_survivor(patch: pytest.MonkeyPatch) -> None:
+    def anyone(settle: Callable[..., Any], view: View, reports: dict[str, Report]) -> Outcome | None:
+        every = {w: Report(r.position, True, r.held, r.begun) for w, r in reports.items()}
+        return settle(view, every)  # type: ignore[no-any-return]
+
+    _changed(patch, worker_module, "settle", anyone)
+
+
+@plant
+def a_total_is_stable_once_one_worker_holds_it(patch: pytest.MonkeyPatch) -> None:
+    def note(noted: Callable[..., None], self: Worker) -> None:
+        if self._outcome is not None and self.position > self.stable:
+            self.stable = self.position
+            self._actions.append(Stable(self.position))
+
+    _changed(patch, Worker, "_note_stable", note)
+
+
+@plant
+def the_position_is_the_lowest_one(patch: pytest.MonkeyPatch) -> None:
+    def settled(settle: Callable[..., Any], view: View, reports: dict[str, Report]) -> Outcome | None:
+        outcome = settle(view, reports)
+        if outcome is None or len(view.workers) < 2:
+            return outcome  # type: ignore[no-any-return]
+        lowest = min(reports[w].position for w in view.workers if reports[w].whole)
+        at = [w for w in view.workers if reports[w].position == lowest]
+        return Outcome(lowest, at[0], {}, {}, {}, outcome.dealt_to)
+
+    _changed(patch, worker_module, "settle", settled)
+
+
+@plant
+def contributions_to_a_later_position_survive_a_view(patch: pytest.MonkeyPatch) -> None:
+    def read_view(read: Callable[..., None], self: Worker, view: View) -> None:
+        early = self._early
+        read(self, view)
+        self._early = early
+
+    _changed(patch, Worker, "read_view", read_view)
+
+
+@plant
+def tags_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    def complete(completed: Callable[..., None], self: Worker) -> None:
+        self._round.tags = dict.fromkeys(self._round.tags, self._round.tag)
+        completed(self)
+
+    _changed(patch, Worker, "_complete", complete)
+    _changed(patch, UserCall, "give_state", _with_a_wrong_state)
+
+
+def _with_a_wrong_state(give: Callable[..., None], self: UserCall, step: int, *args: Any) -> None:
+    give(self, step + 1, *args)
+
+
+# -- the engine -----------------------------------------------------------------------------------
+
+
+@plant
+def a_range_is_summed_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    def added(held: dict[Span, Sums], span: Span) -> Sums:
+        if span in held:
+            return held[span]
+        pieces = [held[known] for known in sorted(held)]
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = total + piece
+        return total
+
+    patch.setattr(engine_module, "_added", added)
+
+
+@plant
+def a_total_is_dropped_when_it_is_complete(patch: pytest.MonkeyPatch) -> None:
+    def forget(forgot: Callable[..., None], self: Engine) -> None:
+        self._totals = {at: total for at, total in self._totals.items() if at >= self.user_position}
+
+    _changed(patch, Engine, "_forget", forget)
+
+    def answer(answered: Callable[..., bool], self: Engine) -> bool:
+        was = answered(self)
+        if was:
+            self._totals = {at: total for at, total in self._totals.items() if at > self.user_position}
+        return bool(was)
+
+    _changed(patch, Engine, "_answer", answer)
+
+
+@plant
+def totals_are_not_kept_for_newcomers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "keep_totals_for", lambda self, newcomer, position: None)
+
+
+@plant
+def early_messages_are_lost(patch: pytest.MonkeyPatch) -> None:
+    def receive(received: Callable[..., None], self: Engine, worker: str, message: Call) -> None:
+        self._take(worker, message)
+        self._go()
+
+    _changed(patch, Engine, "receive", receive)
+
+
+@plant
+def a_message_is_sent_once(patch: pytest.MonkeyPatch) -> None:
+    async def sent(self: Outbox, message: Call) -> bool:
+        await _sent(self, message)
+        return True
+
+    _sent = Outbox._sent
+    patch.setattr(Outbox, "_sent", sent)
+
+
+# -- the node -------------------------------------------------------------------------------------
+
+
+@plant
+def a_report_counts_before_its_step_is_stable(patch: pytest.MonkeyPatch) -> None:
+    def add(added: Callable[..., None], self: StableReports, position: int, step: int, numbers: Any) -> None:
+        self._log.add(step, {0: numbers})
+
+    _changed(patch, StableReports, "add", add)
+
+
+@plant
+def a_view_does_not_compare_the_one_before(patch: pytest.MonkeyPatch) -> None:
+    def propose(proposed: Callable[..., Txn], job: Any, *args: Any, **kwargs: Any) -> Txn:
+        txn = proposed(job, *args, **kwargs)
+        return dataclasses.replace(txn, compares=tuple(c for c in txn.compares if c.key != job.keys.workers))
+
+    _changed(patch, transactions, "propose", propose)
+
+
+@plant
+def the_job_ends_before_the_last_total_is_stable(patch: pytest.MonkeyPatch) -> None:
+    async def finish(self: ElasticNode, positions: int) -> None:
+        self.engine.core.stable = positions
+        await _finish(self, positions)
+
+    _finish = ElasticNode._finish
+    patch.setattr(ElasticNode, "_finish", finish)
+
+
+@plant
+def a_newcomer_enters_before_its_state(patch: pytest.MonkeyPatch) -> None:
+    def begin_with(begun: Callable[..., None], self: UserCall, copy: StateCopy) -> None:
+        self._engine.catch_up(copy.position, [])
+        self._start.set_result(None)
+
+    _changed(patch, UserCall, "begin_with", begin_with)
+
+
+@plant
+def a_newcomer_begins_one_step_later_than_its_state(patch: pytest.MonkeyPatch) -> None:
+    def begin_with(begun: Callable[..., None], self: UserCall, copy: StateCopy) -> None:
+        begun(self, StateCopy(copy.step + 1, copy.position, copy.tag, copy.value, copy.reports))
+
+    _changed(patch, UserCall, "begin_with", begin_with)
+
+
+@plant
+def a_newcomer_returns_while_workers_live(patch: pytest.MonkeyPatch) -> None:
+    def must_return(must: Callable[..., bool], self: ElasticNode) -> bool:
+        gone, self.gone = self.gone, self.gone | self.suspects
+        try:
+            return must(self)
+        finally:
+            self.gone = gone
+
+    _changed(patch, ElasticNode, "_must_return", must_return)
+    _changed(patch, transactions, "return_alone", lambda put, job, view, gone, **how: put(job, view, (), **how))
+
+
+@plant
+def a_newcomer_asks_one_worker_alone_to_keep_totals(patch: pytest.MonkeyPatch) -> None:
+    async def call(self: Joining, worker: str, message: Any) -> Any:
+        if isinstance(message, joining_module.FollowTotals) and not message.send:
+            return joining_module.TotalsPage(message.position, 0, message.position, joining_module.encode_sums([]))
+        return await _call(self, worker, message)
+
+    _call = Joining._call
+    patch.setattr(Joining, "_call", call)
+    patch.setattr(joining_module, "encode_sums", engine_module.encode_sums, raising=False)
+
+
+@plant
+def an_excluded_worker_goes_on_with_its_state(patch: pytest.MonkeyPatch) -> None:
+    def excluded(_: Callable[..., None], self: ElasticNode) -> None:
+        view = self.engine.core.view
+        assert view is not None
+        self.engine.core.enter(view.number + 1)
+
+    _changed(patch, ElasticNode, "_excluded", excluded)
+
+
+@plant
+def a_worker_that_is_lost_stays_in_the_view(patch: pytest.MonkeyPatch) -> None:
+    def proposal(proposed: Callable[..., View | None], self: ElasticNode) -> View | None:
+        return proposed(self) if self.keeper.view.workers is None else None
+
+    _changed(patch, node_module.ElasticNode, "_proposal", proposal)

@@ -1,0 +1,71 @@
+"""Runs elastic jobs on nodes of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from taskgraph.elastic.job import elastic
+from taskgraph.jobs import Job
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.observe.events import Event
+from taskgraph.results import JobResult
+
+_joining = threading.Event()
+
+
+def pause() -> None:
+    """For parts: leaves a node that starts the time to join before the job is over."""
+    time.sleep(0.005 if _joining.is_set() else 0.0002)
+
+
+Scenario = tuple[int, str]
+
+SCENARIOS: tuple[Scenario, ...] = ((1, ""), (3, ".K.+"), (1, "+"))
+"""Nodes in the beginning, and events: `+` a node starts, `K` the newest node dies, `.` nothing happens."""
+
+
+async def run_job(job: Job, scenario: Scenario = (1, ""), on_event: Callable[[Event], None] | None = None) -> JobResult:
+    """Runs a job. The events of the scenario happen after 2, 4, 6 ... totals."""
+
+    def noted(event: Event) -> None:
+        if event.kind == "joined":
+            _joining.clear()
+        if on_event is not None:
+            on_event(event)
+
+    nodes, events = scenario
+    _joining.clear()
+    cluster = InProcessCluster(job, endless_leases=True, on_event=noted)
+    try:
+        await cluster.start(nodes)
+        for count, event in enumerate(events, 1):
+            while all(node.engine.core.position < 2 * count for node in cluster.living):  # noqa: ASYNC110 (no event)
+                await asyncio.sleep(0.001)
+            if event == "+":
+                _joining.set()
+                cluster.add()
+            elif event == "K":
+                cluster.crash(cluster.living[-1].id)
+        return await cluster.result(30)
+    finally:
+        await cluster.stop()
+
+
+Body = Callable[[Any], Any]
+"""A function of a run."""
+_bodies: dict[str, Body] = {}
+
+
+@elastic
+def call_body(run: Any, body: str) -> Any:
+    return _bodies[body](run)
+
+
+async def run_body(body: Body, scenario: Scenario = (1, ""), on_event: Callable[[Event], None] | None = None) -> Any:
+    """Runs a function as a job; returns its value."""
+    _bodies[body.__qualname__] = body
+    return (await run_job(call_body(body=body.__qualname__), scenario, on_event)).values[0]

@@ -1,0 +1,150 @@
+"""Elastic jobs on nodes of one process: the value has the same bits, whoever joins, leaves, dies, or resumes it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.elastic.job import elastic
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import WorkersRecord
+
+
+@elastic
+def fit(run: Any, passes: int = 20) -> Any:
+    x = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
+    y = x @ np.array([1.0, 2.0, 3.0], np.float32)
+    s = run.state(w=np.zeros(3, np.float32))
+    for step in run.steps(rows=100, batch=50, parts=7, passes=passes):
+        for part in step:
+            errors = x[part.rows] @ s.w - y[part.rows]
+            part.add(gradient=x[part.rows].T @ errors, loss=float(errors @ errors))
+            time.sleep(0.001)
+        s.w -= np.float32(0.001) * step["gradient"]
+        step.report(loss=step["loss"])
+    return s.w
+
+
+async def run(nodes: int, events: str = "") -> bytes:
+    """Runs the job. Each letter is an event, 20 ms apart: `+` a node starts, `k` and `K` the oldest and newest die, `x`
+    and `X` they are taken for lost, `d` the oldest drains, `.` nothing."""
+    cluster = InProcessCluster(fit(), endless_leases=True)
+    try:
+        await cluster.start(nodes)
+        for node in cluster.living:
+            await node.keeper.wait_until(lambda view: view.workers is not None)
+        for event in events:
+            await asyncio.sleep(0.02)
+            if event == "+":
+                cluster.add()
+            elif event in "kK":
+                cluster.crash(cluster.living[0 if event == "k" else -1].id)
+            elif event in "xX":
+                exclude(cluster, 0 if event == "x" else -1)
+            elif event == "d":
+                cluster.living[0].drain("a test")
+        result = await cluster.result(20)
+        assert [report.epoch for report in result.reports] == list(range(40))
+        value: Any = result.values[0]
+        return bytes(value.tobytes())
+    finally:
+        await cluster.stop()
+
+
+def exclude(cluster: InProcessCluster, worker: int) -> None:
+    """Puts a view without a living worker, as one would that has lost it."""
+    (known,) = cluster.store.select(cluster.keys.workers, prefix=False)
+    view = View.of(WorkersRecord.from_bytes(known.value)).without({cluster.living[worker].id})
+    cluster.store.execute(Txn(success=(Put(cluster.keys.workers, view.record("a test").to_bytes()),)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> bytes:
+    return asyncio.run(run(1))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "events"),
+    [
+        (2, ""),
+        (3, ""),
+        (4, "..K"),
+        (3, ".k.k"),
+        (1, ".+.+"),
+        (2, "+..k..+"),
+        (3, "+.kk+"),
+        (3, ".d..+..d"),
+        (3, ".x..X"),
+    ],
+)
+def test_same_bits(nodes: int, events: str, undisturbed: bytes) -> None:
+    assert asyncio.run(run(nodes, events)) == undisturbed
+
+
+async def run_part(job: Any, nodes: int, until: int, **how: bool) -> tuple[int, bytes | None]:
+    """Runs a job until there is a checkpoint of so many sums, or to its end. Returns that number, and the value."""
+    cluster = InProcessCluster(job, endless_leases=True)
+    try:
+        await cluster.start(nodes, **how)
+        if not until:
+            value: Any = (await cluster.result(20)).values[0]
+            return 0, bytes(value.tobytes())
+        view = cluster.living[0].keeper
+        await view.wait_until(lambda v: v.checkpoint is not None and v.checkpoint.record.epoch >= until)
+        assert view.view.checkpoint is not None
+        return view.view.checkpoint.record.epoch, None
+    finally:
+        await cluster.stop()
+
+
+def test_resumed_on_another_number_of_workers(tmp_path: Path, undisturbed: bytes) -> None:
+    made = fit()
+    assert made.elastic is not None
+    often = dataclasses.replace(made.elastic, checkpoint_every_s=0.02)
+    job = dataclasses.replace(made, checkpoint=tmp_path.as_uri(), _elastic=often)
+    first, _ = asyncio.run(run_part(job, 3, 5))
+    second, _ = asyncio.run(run_part(job, 1, first + 5, resume=True))
+    assert second > first
+    assert asyncio.run(run_part(job, 2, 0, resume=True)) == (0, undisturbed)
+
+
+async def lose_all_workers(stage: str) -> bytes:
+    """Kills all workers when a newcomer is `registered`, has `copied` the state, or has `entered`."""
+    cluster = InProcessCluster(fit(), endless_leases=True)
+    try:
+        await cluster.start(2)
+        first = [node.id for node in cluster.living]
+        for node in cluster.living:
+            await node.keeper.wait_until(lambda view: view.workers is not None)
+        added = cluster.add()
+        newcomer: Any = next(node for node in cluster.living if node.id == added)
+        await newcomer.keeper.wait_until(lambda view: newcomer.id in view.nodes)
+        while stage == "copied" and not newcomer.call.begun:  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.001)
+        if stage == "entered":
+            await newcomer.keeper.wait_until(lambda view: newcomer.id in dict(view.workers.record.workers))
+        for node_id in first:
+            cluster.crash(node_id)
+        value: Any = (await cluster.result(20)).values[0]
+        return bytes(value.tobytes())
+    finally:
+        await cluster.stop()
+
+
+@pytest.mark.parametrize("stage", ["copied", "entered"])
+def test_newcomer_goes_on_alone(stage: str, undisturbed: bytes) -> None:
+    assert asyncio.run(lose_all_workers(stage)) == undisturbed
+
+
+def test_no_worker_with_the_state_is_left() -> None:
+    with pytest.raises(tg.JobFailed, match="no worker is left that holds the state, and there is no checkpoint"):
+        asyncio.run(lose_all_workers("registered"))

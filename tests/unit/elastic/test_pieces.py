@@ -1,0 +1,60 @@
+"""`run.once` and `run.map`: each piece is computed once, and all workers get all values, whoever dies or joins."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from elastic_cluster import SCENARIOS, Scenario, pause, run_body
+
+import taskgraph as tg
+
+
+def centers(run: Any) -> Any:
+    x = np.random.default_rng(0).normal(size=(60, 2))
+    first = run.once(lambda: [random.random(), float(np.random.rand())])
+    s = run.state(w=np.array(first), best=np.inf)
+    for step in run.steps(rows=60, batch=30, parts=5, passes=12):
+        for part in step:
+            part.add(mean=x[part.rows].sum(0) - part.size * s.w)
+            pause()
+        s.w = s.w + 0.1 * step["mean"] / step.size
+        if step.number % 3 == 0:
+            errors = run.map(lambda i, w=s.w: float(((x[i::4] - w) ** 2).sum()) + random.random(), range(4))
+            s.best = min(s.best, sum(errors))
+    return [*s.w.tolist(), s.best, *first]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Any:
+    return asyncio.run(run_body(centers))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS[1:])
+def test_same_values(scenario: Scenario, undisturbed: Any) -> None:
+    assert asyncio.run(run_body(centers, scenario)) == undisturbed
+
+
+def test_no_piece_is_no_round() -> None:
+    assert asyncio.run(run_body(lambda run: run.map(lambda piece: piece, []), (2, ""))) == []
+
+
+def test_map_keeps_the_order_of_its_pieces() -> None:
+    assert asyncio.run(run_body(lambda run: run.map(lambda piece: 2 * piece, range(9)), (3, ""))) == list(
+        range(0, 18, 2)
+    )
+
+
+def in_loop(run: Any) -> None:
+    for step in run.steps(rows=4, batch=4, parts=2, passes=1):
+        for part in step:
+            run.once(lambda: 1)
+            part.add()
+
+
+def test_once_in_the_part_loop() -> None:
+    with pytest.raises(tg.JobFailed, match=r"run.once in the part loop: call it before or after `for part in step`"):
+        asyncio.run(run_body(in_loop))

@@ -1,0 +1,384 @@
+"""Steps, parts and state in numpy: what user code gets, and the errors by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from elastic_cluster import SCENARIOS, Body, run_body
+
+from taskgraph.elastic.sums import Sums, decode_sums, difference, encode_sums
+from taskgraph.errors import JobError, JobFailed, StateError, StepError
+from taskgraph.graph.values import decode, encode
+
+
+def small(run: Any, **options: Any) -> Any:
+    return run.steps(**{"rows": 12, "batch": 6, "parts": 3, "passes": 2, **options})
+
+
+async def test_steps_say_what_they_are() -> None:
+    def body(run: Any) -> Any:
+        seen = []
+        steps = small(run, rows=10)
+        assert (len(steps), steps.per_pass) == (4, 2)
+        for step in steps:
+            rows = []
+            for part in step:
+                assert part.size == len(part.rows) > 0
+                rows += part.rows.tolist()
+                part.add()
+            assert rows == step.rows.tolist() and step.size == len(rows)
+            seen.append((step.number, step.pass_number, step.ends_pass, step.size, step.round))
+        return seen
+
+    assert await run_body(body) == [
+        (0, 0, False, 6, 1),
+        (1, 0, True, 4, 1),
+        (2, 1, False, 6, 1),
+        (3, 1, True, 4, 1),
+    ]
+
+
+async def test_collected_trees_are_in_the_order_of_the_parts() -> None:
+    def body(run: Any) -> Any:
+        s = run.state(found=[])
+        for step in small(run, parts=6, passes=6):
+            for part in step:
+                part.collect(row=int(part.rows[0]), more={"name": str(part.number), "at": part.rows * 2})
+            assert step.all("row") == step.rows.tolist()
+            assert [tree["name"] for tree in step.all("more")] == list("012345")
+            s.found = [*s.found, *[tree["at"] for tree in step.all("more")]]
+        return np.concatenate(s.found)
+
+    alone, *others = [await run_body(body, scenario) for scenario in SCENARIOS]
+    assert len(alone) == 72
+    assert all(np.array_equal(alone, other) for other in others)
+
+
+async def test_rounds_have_totals_of_their_own() -> None:
+    def body(run: Any) -> Any:
+        for step in small(run, passes=1):
+            for part in step:
+                part.add(n=part.size)
+            assert step["n"] == 6
+            for part in step:
+                part.add(m=1)
+            assert step["m"] == 3 and step.round == 2
+            with pytest.raises(StepError, match="no part added 'n': there is 'm'"):
+                step["n"]
+            with pytest.raises(StepError, match="no part collected 'n'"):
+                step.all("n")
+            with pytest.raises(StepError, match=r"no part called part\.backward"):
+                _ = step.loss
+        return True
+
+    assert await run_body(body)
+
+
+@dataclasses.dataclass
+class Progress:
+    w: Any
+    best: float = np.inf
+    history: list[float] = dataclasses.field(default_factory=list)
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+async def test_a_dataclass_as_state() -> None:
+    def body(run: Any) -> Any:
+        s = run.state(Progress(np.zeros(2), more={"pair": (np.zeros(1), [np.zeros(1)])}))
+        w, (first, [second]) = s.w, s.more["pair"]
+        for step in small(run, passes=8):
+            for part in step:
+                part.add(x=part.rows.sum() * np.ones(2))
+            w += step["x"]  # an alias: arrays are loaded in place
+            first += step["x"][0]
+            second -= step["x"][0]
+            s.best = min(s.best, float(w[0]))
+            s.history = [*s.history, s.best]
+        assert s.w is w and s.more["pair"][0] is first and s.more["pair"][1][0] is second
+        return [w, first, second, np.array(s.history)]
+
+    alone, *others = [await run_body(body, scenario) for scenario in SCENARIOS]
+    assert all(np.array_equal(a, b) for other in others for a, b in zip(alone, other, strict=True))
+
+
+async def test_data_by_row() -> None:
+    class Noisy:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, row: int) -> Any:
+            return {"x": np.full(2, float(row)) + random.random() + np.random.random(2), "row": row}
+
+    def body(run: Any) -> Any:
+        seen = {}
+        for step in run.steps(Noisy(), batch=6, parts=3, passes=1):
+            for part in step:
+                data = part.data
+                assert data["row"].tolist() == part.rows.tolist() and data["x"].shape == (part.size, 2)
+                part.add(first=data["x"].sum())
+            first = step["first"]
+            for part in step:
+                part.add(again=part.data["x"].sum())
+            assert step["again"] == first, "the rows of a step are the same in each round"
+            seen[step.number] = float(first)
+        return seen
+
+    alone, *others = [await run_body(body, scenario) for scenario in ((1, ""), (3, ""))]
+    assert all(other == alone for other in others)
+
+
+async def test_an_array_as_data() -> None:
+    def body(run: Any) -> Any:
+        x = np.arange(24.0).reshape(12, 2)
+        for step in run.steps(x, batch=6, parts=2, passes=1):
+            for part in step:
+                assert np.array_equal(part.data, x[part.rows])
+                part.add()
+        return True
+
+    assert await run_body(body)
+
+
+async def test_nonfinite_totals() -> None:
+    def body(run: Any) -> Any:
+        for step in small(run):
+            for part in step:
+                part.add(x=np.array([1.0, np.inf if step.number in (1, 2) else 0.0]))
+        return float(step["x"][0])
+
+    events: list[Any] = []
+    assert await run_body(body, (1, ""), events.append) == 3
+    assert [e.text for e in events if e.kind == "nonfinite"] == [
+        "part.add(x=...) has nan or inf in the total of step 1"
+    ]
+
+
+ERRORS: list[tuple[str, str, Body]] = []
+
+
+def fails(error: type[JobError], text: str) -> Callable[[Body], Body]:
+    """Declares a body that fails with this error."""
+
+    def declared(body: Body) -> Body:
+        ERRORS.append((error.__name__, text, body))
+        return body
+
+    return declared
+
+
+@fails(StepError, r"part 0 of step 0 ended without part\.add\(\.\.\.\), part\.backward")
+def silent_part(run: Any) -> None:
+    for step in small(run):
+        for _ in step:
+            pass
+
+
+@fails(StepError, "step 0 was left before its total was there")
+def left_by_break(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.add()
+            break
+
+
+@fails(StepError, "step 0 was left before its total was there")
+def left_by_return(run: Any) -> Any:
+    for step in small(run):
+        for part in step:
+            part.add()
+            return 3
+    return 4
+
+
+@fails(StepError, "step 0 was left before its total was there")
+def left_by_exception(run: Any) -> None:
+    for step in small(run):
+        try:
+            for _ in step:
+                raise KeyError("x")
+        except KeyError:
+            step.report(lost=1)
+
+
+@fails(StepError, r"run\.steps\(\.\.\.\) is called once")
+def steps_twice(run: Any) -> None:
+    small(run)
+    small(run)
+
+
+@fails(StepError, "the steps of a run are taken once")
+def steps_taken_twice(run: Any) -> None:
+    steps = small(run)
+    for _ in range(2):
+        for step in steps:
+            for part in step:
+                part.add()
+
+
+@fails(
+    StepError, r"part 1 of step 0 has nothing as part\.add\(g=\.\.\.\), and part 0 has an array of float64 with shape"
+)
+def other_names(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.add(**({} if part.number == 1 else {"g": np.zeros(3)}))
+
+
+@fails(
+    StepError, r"part 2 of step 0 has an array of float32 with shape \(3,\) as part\.add\(g\.w=\.\.\.\), and part 0 has"
+)
+def other_dtype(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.add(g={"w": np.zeros(3, np.float32 if part.number == 2 else np.float64)})
+
+
+@fails(StepError, r"part 1 of step 0 collected 'y', and part 0 'x'")
+def other_collected(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.collect(**{"xy"[part.number % 2]: 1})
+
+
+@fails(StepError, "part 0 added 'g' twice")
+def added_twice(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.add(g=1)
+            part.add(g=2)
+
+
+@fails(StepError, r"part\.backward takes a PyTorch tensor, not float")
+def no_tensor(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.backward(1.0)
+
+
+@fails(StepError, r"part\.add\(loss=\.\.\.\) has nan or inf in the total of step 0")
+def nonfinite(run: Any) -> None:
+    for step in small(run, nonfinite="error"):
+        for part in step:
+            part.add(loss=float("nan"))
+
+
+@fails(StepError, r"run\.steps\(unused='no'\): must be one of 'error', 'zero'")
+def wrong_option(run: Any) -> None:
+    small(run, unused="no")
+
+
+@fails(StepError, r"run\.steps\(rows=12, batch=20\): a batch has more rows than there are")
+def batch_too_large(run: Any) -> None:
+    small(run, batch=20)
+
+
+@fails(StepError, r"run\.steps\(batch=6, parts=7\): a part would have no row")
+def parts_too_many(run: Any) -> None:
+    small(run, parts=7)
+
+
+@fails(StepError, r"needs rows=\.\.\. and batch=\.\.\.")
+def no_rows(run: Any) -> None:
+    run.steps(batch=6)
+
+
+@fails(StepError, r"a generator has no len\(data\) and data\[row\]")
+def rows_without_numbers(run: Any) -> None:
+    run.steps((i for i in range(3)), batch=1)
+
+
+@fails(StepError, r"part\.data is there if run\.steps\(data")
+def no_data(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            _ = part.data
+
+
+@fails(StateError, r"run\.state\(\.\.\.\) after the first step")
+def late_state(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.add()
+        run.state(w=1)
+
+
+@fails(StateError, r"run\.state\(\.\.\.\) is called once")
+def state_twice(run: Any) -> None:
+    run.state(w=1)
+    run.state(v=1)
+
+
+@fails(
+    StateError, r"run\.state takes an instance of a dataclass, or objects by name \(run\.state\(w=w\)\), not ndarray"
+)
+def state_without_a_name(run: Any) -> None:
+    run.state(np.zeros(3))
+
+
+@fails(StateError, r"Progress of run\.state\(\.\.\.\): the state has no 'bst', only best, history, more, w")
+def mistyped_field(run: Any) -> None:
+    s = run.state(Progress(np.zeros(1)))
+    for step in small(run):
+        for part in step:
+            part.add()
+        s.bst = 1
+
+
+@fails(AttributeError, "the state has no 'bst', only best: name it in")  # type: ignore[arg-type]
+def mistyped_name(run: Any) -> None:
+    run.state(best=1).bst = 1
+
+
+@pytest.mark.parametrize(("error", "text", "body"), ERRORS, ids=[body.__name__ for *_, body in ERRORS])
+async def test_errors_by_name(error: str, text: str, body: Body) -> None:
+    raised: list[str] = []
+
+    def noting_errors(run: Any) -> Any:
+        try:
+            body(run)
+            run.check_over()  # as the call of the job's function does
+        except Exception as failed:
+            raised.append(type(failed).__name__)
+            raise
+
+    with pytest.raises(JobFailed, match=text):
+        await run_body(noting_errors)
+    assert raised == [error]
+
+
+def test_sums_travel_with_what_was_collected() -> None:
+    tree = {"a": 1, "b": [np.arange(3, dtype=np.float32), 2.5], "c": Sums.of({"d": np.ones(2)})}
+    first = Sums.of(tree, {0: encode({"x": np.arange(5000)})})
+    second = Sums.of(tree, {1: encode({"x": "y"})})
+    [total] = decode_sums(encode_sums([first + second]))
+    made = total.tree()
+    assert (made["a"], made["b"][1]) == (2, 5.0)
+    assert np.array_equal(made["b"][0], [0, 2, 4]) and np.array_equal(made["c"]["d"], [2, 2])
+    collected = [decode(found)["x"] for found in total.collected.values()]
+    assert list(total.collected) == [0, 1] and np.array_equal(collected[0], np.arange(5000)) and collected[1] == "y"
+
+
+def test_sums_do_not_change_with_the_arrays_that_were_added() -> None:
+    w = np.zeros(3)
+    sums = Sums.of({"w": w})
+    w += 1
+    assert np.array_equal(sums.tree()["w"], np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "found"),
+    [
+        ({"a": 1}, {"a": 2}, None),
+        ({"a": 1}, {"a": 1.0}, (("a",), "an int", "a float")),
+        ({"a": {}}, {"a": {"b": 1}}, (("a", "b"), "nothing", "an int")),
+        ({"a": [1, 2]}, {"a": [1]}, (("a", "1"), "an int", "nothing")),
+        ({"a": {}}, {"a": []}, (("a",), "an empty dict", "an empty list")),
+    ],
+)
+def test_difference_of_layouts(one: Any, two: Any, found: Any) -> None:
+    assert difference(Sums.of(one).layout, Sums.of(two).layout) == found
