@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, overload
 
 from taskgraph.elastic.seeding import Turn, seed_generators
+from taskgraph.errors import JobError
 from taskgraph.jobs import ElasticCall, Job, JobFunction
+from taskgraph.options import OptionInfo, check_fields
+from taskgraph.settings import Settings
 from taskgraph.task import Task
 
 if TYPE_CHECKING:
@@ -27,18 +32,61 @@ def _node() -> type[NodeLife]:
     return ElasticNode
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `@tg.elastic(...)` got.
+
+    Attributes:
+        seed: of the run: order of rows, generators.
+        checkpoint: where checkpoints are kept: `file:///...`, or any URL that fsspec opens; None: none are kept.
+        checkpoint_every_s: time between two checkpoints.
+        min_workers: the run does not begin with fewer.
+        name: of the job; "": that of the function.
+        settings: timeouts and limits.
+    """
+
+    seed: int = 0
+    checkpoint: str | None = None
+    checkpoint_every_s: float = 60.0
+    min_workers: int = 1
+    name: str = ""
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        every = self.checkpoint_every_s
+        if isinstance(every, bool) or not isinstance(every, int | float) or not 0 < every < math.inf:
+            raise JobError(f"@tg.elastic(checkpoint_every_s={every!r}): must be a number of seconds above 0")
+
+
 class ElasticFunction(JobFunction[...]):
     """A function decorated with `@tg.elastic`: called with its arguments, but the run, it returns a Job."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
         super().__init__(function)
         parameters = list(self._signature.parameters.values())
+        if not parameters:
+            raise JobError(f"@tg.elastic: {function.__name__} takes no run: def {function.__name__}(run, ...)")
         self._signature = self._signature.replace(parameters=parameters[1:])
+        self._options = options
 
     def _made(self, arguments: dict[str, Any]) -> Job:
+        given = self._options
+        call = ElasticCall(_in_turn(self.__wrapped__), arguments, _node, given.checkpoint_every_s)
         return Job(
-            tasks=1, builder=_NoTask, backups=0, _elastic=ElasticCall(_in_turn(self.__wrapped__), arguments, _node)
+            tasks=1,
+            builder=_NoTask,
+            backups=0,
+            seed=given.seed,
+            name=given.name,
+            min_nodes=given.min_workers,
+            checkpoint=given.checkpoint,
+            settings=given.settings,
+            _elastic=call,
         )
+
+    def options(self) -> dict[str, OptionInfo]:
+        """The function's parameters, but the run."""
+        return {name: info for name, info in super().options().items() if name in self._signature.parameters}
 
 
 def _in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +105,19 @@ def _in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def elastic(function: Callable[..., Any]) -> ElasticFunction:
-    """Decorates a module-level function of a run. Its other parameters are the job's options."""
-    return ElasticFunction(function)
+@overload
+def elastic(function: Callable[..., Any], /) -> ElasticFunction: ...
+@overload
+def elastic(**options: Any) -> Callable[[Callable[..., Any]], ElasticFunction]: ...
+def elastic(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Decorates a module-level function of a run. Its other parameters are the job's options.
+
+    Args:
+        options: the fields of `Options`.
+
+    Raises:
+        JobError: there is no such option, or a value does not fit.
+    """
+    check_fields(Options, options)
+    made = Options(**options)
+    return ElasticFunction(function, made) if function is not None else lambda given: ElasticFunction(given, made)

@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 from msgspec import structs
 
+from taskgraph.elastic import differing
 from taskgraph.elastic.checkpoints import Checkpoints
 from taskgraph.elastic.engine import Engine
 from taskgraph.elastic.interface import WorkerNode
@@ -42,6 +43,7 @@ from taskgraph.protocol.messages import (
     Accepted,
     Call,
     CopyState,
+    DescribeState,
     Encoded,
     FollowTotals,
     Reason,
@@ -53,9 +55,6 @@ from taskgraph.protocol.messages import (
 from taskgraph.protocol.records import name_of
 
 __all__ = ["ElasticNode"]
-
-_DIFFER_AGAIN = 20
-"""Workers that differ again within so many sums differ for a lasting reason: the job fails."""
 
 
 class ElasticNode(WorkerNode):
@@ -79,7 +78,7 @@ class ElasticNode(WorkerNode):
         self._begin_anew()
         self._wake = asyncio.Event()
         self._outvoted: frozenset[str] = frozenset()  # workers that differ from most others
-        self._differed_at = -_DIFFER_AGAIN - 1  # the position at which workers differed last
+        self._differed_at = -differing.AGAIN - 1  # the position at which workers differed last
         self._stop_following = self.keeper.on_change(self._changed)
 
     # -- life -------------------------------------------------------------------------------------
@@ -298,6 +297,8 @@ class ElasticNode(WorkerNode):
             if copy is None:
                 return Refusal(Reason.CLOSING, "")
             return structs.replace(copy, reports=self.reports.packed())
+        if isinstance(message, DescribeState):
+            return self.call.digests
         if isinstance(message, FollowTotals):
             return self._totals_for(peer, message)
         self.engine.receive(peer, message)
@@ -382,21 +383,20 @@ class ElasticNode(WorkerNode):
     # -- what comes out ---------------------------------------------------------------------------
 
     def _differ(self, position: int, outvoted: tuple[str, ...]) -> None:
-        """Excludes workers whose totals, state or user code differ from those of most others."""
-        if position - self._differed_at <= _DIFFER_AGAIN:
-            names = " and ".join(map(name_of, outvoted))
-            text = (
-                f"the state of {names} differs from the others' at sum {position}, and it did just before, too: "
-                f"something that later steps read is not named in run.state, or the update is not deterministic"
-            )
-            self.own(self._fail_with(JobError(text)), "fail the job")
+        """The tags of workers differ: excludes those that differ from most others."""
+        if self.id not in outvoted:
+            self.own(self._exclude_differing(position, outvoted), "compare states")
+
+    async def _exclude_differing(self, position: int, outvoted: tuple[str, ...]) -> None:
+        mine = self.call.digests if self.call.digests.step >= 0 else None
+        found = [await differing.compare(self, mine, worker) for worker in outvoted]
+        if position - self._differed_at <= differing.AGAIN:
+            await self._fail_with(differing.lasting("; ".join(found)))
             return
         self._differed_at = position
         self._outvoted = frozenset(outvoted)
-        if self.id not in outvoted:
-            for worker in outvoted:
-                name = name_of(worker)
-                self.events.emit("differs", f"{name} differs from the others at sum {position}: it enters anew")
+        for text in found:
+            self.events.emit("differs", f"{text}: it enters anew, with a copied state")
         self._wake.set()
 
     def _report_counts(self, step: int, numbers: dict[str, float]) -> None:

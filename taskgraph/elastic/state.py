@@ -92,6 +92,25 @@ def capture(state: Any, early: Sequence[Any]) -> Encoded:
     return encode({"state": content, "early": list(early)}, what="run.state")
 
 
+def digests(state: Any) -> dict[str, bytes]:
+    """Returns the digest of each leaf of the state, by its path."""
+    found: dict[str, bytes] = {}
+    pytorch()
+
+    def walk(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                walk(f"{path}.{name}" if path else str(name), item)
+        elif type(value) in (list, tuple):
+            for index, item in enumerate(value):
+                walk(f"{path}.{index}", item)
+        else:
+            found[path] = encode(value, what=f"run.state: {path}").digest
+
+    walk("", {name: _captured(value) for name, value in _items(state).items()})
+    return found
+
+
 def load(state: Any, loaded: Mapping[str, Any]) -> None:
     """Loads a captured state.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.elastic.differing import is_checked
 from taskgraph.elastic.libraries import pytorch
 from taskgraph.elastic.parts import Part, Place, Round, title
 from taskgraph.elastic.progress import BOUNDARY, SUMMED, Progress
-from taskgraph.elastic.state import capture, check_names, load
+from taskgraph.elastic.state import capture, check_names, digests, load
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode
 
@@ -82,6 +84,8 @@ class Steps:
                 node.give_state(number, progress.position, progress.tag, capture(state, progress.early))
             progress.seed(BOUNDARY)
             self._step = Step(self, number)
+            if is_checked(number):
+                self._step.check_state(digests(state))
             yield self._step
             self._step.end()
             number += 1
@@ -113,6 +117,7 @@ class Step:
         self._collected: list[dict[str, Any]] = []
         self._gradients: Gradients | None = None
         self._over = True
+        self._state = b""  # digest of the state, if this step is checked
 
     @property
     def pass_number(self) -> int:
@@ -147,7 +152,7 @@ class Step:
         self._over, self._total = False, None
         steps = self._steps
         progress, rows = steps.run.progress, steps.rows.of_parts(self.number)
-        what = b"%d.%d" % (self.number, self.round)
+        what = b"%d.%d" % (self.number, self.round) + (self._state if self.round == 1 else b"")
         place = Place(progress.node.spec.seed, self.number, self.round)
         current = Round(place, steps.run.named, steps.options.zeros)
         self._gradients = current.gradients
@@ -169,6 +174,11 @@ class Step:
     def in_part_loop(self) -> bool:
         """True while user code takes parts."""
         return not self._over
+
+    def check_state(self, found: dict[str, bytes]) -> None:
+        """Compares the state, as all workers have it before this step, in the tag of the first round."""
+        self._state = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).digest()
+        self._steps.run.progress.node.note_digests(self.number, found)
 
     def end(self) -> None:
         """Ends the step, when user code asks for the next one."""

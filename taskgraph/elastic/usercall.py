@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.elastic.sums import Sums
-from taskgraph.protocol.messages import Encoded, StateCopy
+from taskgraph.protocol.messages import Encoded, StateCopy, StateDigests
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class UserCall:
         function: calls it in a thread; returns its value, and how many totals it got.
 
     Attributes:
+        digests: of the state before the last checked step.
         state_wanted: another worker, or a checkpoint, waits for the state between two steps.
         value: what the function returned; None: it has not returned.
         positions: the number of totals that it has got, once it has returned.
@@ -49,6 +50,7 @@ class UserCall:
         self._dealt: list[int] = []  # parts that user code has got and not begun; used in its thread
         self._stopped = False
         self.state_wanted = False
+        self.digests = StateDigests(-1, ())
         self.value: Encoded | None = None
         self.positions = -1
 
@@ -108,6 +110,10 @@ class UserCall:
     def emit(self, kind: str, text: str) -> None:
         """Emits an event of this node."""
         self._node.threads.post(self._node.events.emit, kind, text)
+
+    def note_digests(self, step: int, digests: dict[str, bytes]) -> None:
+        """Keeps the digests of the state before a checked step, for workers that differ."""
+        self.digests = StateDigests(step, tuple(sorted(digests.items())))
 
     # -- on the event loop ------------------------------------------------------------------------
 

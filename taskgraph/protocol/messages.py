@@ -503,6 +503,22 @@ class StateCopy(_Message, frozen=True, tag=True):
     reports: tuple[bytes, ...] = ()
 
 
+class DescribeState(_Message, frozen=True, tag=True):
+    """Worker to worker whose tag differs: send me the digests of your state."""
+
+
+class StateDigests(_Message, frozen=True, tag=True):
+    """Reply to `DescribeState`.
+
+    Attributes:
+        step: the checked step before which they were taken; -1: none yet.
+        digests: (path, digest) of each leaf of the state.
+    """
+
+    step: int
+    digests: tuple[tuple[str, bytes], ...]
+
+
 class FollowTotals(_Message, frozen=True, tag=True):
     """Newcomer to worker: keep the totals from `position` on until I have entered, and send me the stable ones."""
 
@@ -553,6 +569,7 @@ Call = (
     | HoldsTotals
     | CopyState
     | FollowTotals
+    | DescribeState
 )
-Reply = Item | Answer | Accepted | LedgerPage | WaitsPage | StateCopy | TotalsPage | Refusal
+Reply = Item | Answer | Accepted | LedgerPage | WaitsPage | StateCopy | TotalsPage | StateDigests | Refusal
 Message = Call | Reply

@@ -32,6 +32,7 @@ REPLY_OF: Final[dict[type, type]] = dict.fromkeys(CALLS, messages.Accepted) | {
     messages.Waits: messages.WaitsPage,
     messages.CopyState: messages.StateCopy,
     messages.FollowTotals: messages.TotalsPage,
+    messages.DescribeState: messages.StateDigests,
 }
 """Class of a call -> class of its reply, if it is not refused."""
 

@@ -12,6 +12,7 @@ So the bits of a total depend neither on the number of workers nor on who comput
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["Span", "cover", "halves", "parent"]
@@ -31,6 +32,7 @@ class Span(NamedTuple):
         return self.first < other.end and other.first < self.end
 
 
+@lru_cache(maxsize=4096)
 def halves(span: Span) -> tuple[Span, Span]:
     """Returns the children of a span of two parts or more."""
     middle = span.first + (1 << (span.end - span.first - 1).bit_length() - 1)

@@ -126,6 +126,7 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     (m.Totals(4, 8, encoded(b"totals", bytes(9))), m.Accepted(0)),
     (m.HoldsTotals(4, 9), m.Accepted(0)),
     (m.CopyState(), m.StateCopy(3, 9, b"tag", encoded(b"state", bytes(100_000)), (b"reports",))),
+    (m.DescribeState(), m.StateDigests(3, (("w", b"d" * 16), ("opt.0.lr", b"e" * 16)))),
     (m.FollowTotals(9, True), m.TotalsPage(7, 2, 11, encoded(b"totals"))),
 ]
 

@@ -1,0 +1,64 @@
+"""Workers whose state, totals or user code differ from those of most others: found by tags, explained by digests.
+
+The tag of a checked step has the digests of the state. If tags differ, the other workers ask the outvoted one for its
+digests, and name what differs, before they exclude it. Workers that differ again soon differ for a lasting reason: the
+job fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+from taskgraph.errors import Refused, StateError, TransportError
+from taskgraph.protocol.messages import DescribeState, StateDigests
+from taskgraph.protocol.records import name_of
+
+if TYPE_CHECKING:
+    from taskgraph.elastic.interface import WorkerNode
+
+__all__ = ["AGAIN", "compare", "is_checked", "lasting"]
+
+AGAIN = 20
+"""Workers that differ again within so many sums differ for a lasting reason."""
+_FIRST, _EVERY = 10, 10
+"""The first steps, and after them every so many, are checked: digests read the whole state."""
+_ASK_S = 1.0
+"""Time for the outvoted worker to answer. The others wait for it at this position."""
+_NAMED = 3
+"""The most differing names in a message."""
+
+
+def is_checked(step: int) -> bool:
+    """True if the tag of this step has the digests of the state."""
+    return step < _FIRST or step % _EVERY == 0
+
+
+async def compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> str:
+    """Returns what of a worker differs, as far as it answers."""
+    peer = node.router.peer(worker)
+    name, theirs = name_of(worker), None
+    if peer is not None:
+        try:
+            async with asyncio.timeout(_ASK_S):
+                theirs = cast(StateDigests, await node.transport.call(peer, DescribeState()))
+        except (Refused, TransportError, TimeoutError):
+            theirs = None
+    if mine is None or theirs is None or mine.step != theirs.step:
+        return f"{name} differs in its totals, its state or its calls"
+    here, there = dict(mine.digests), dict(theirs.digests)
+    names = sorted(path for path in {*here, *there} if here.get(path) != there.get(path))
+    if not names:
+        return f"{name} differs in its totals or its calls of step {mine.step}"
+    # Numbers first: a learning rate says more than an array that it spoilt.
+    names.sort(key=lambda path: path.count("."))
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"the state of {name} differs before step {mine.step}: {', '.join(names[:_NAMED])}{more}"
+
+
+def lasting(what: str) -> StateError:
+    """Returns the error for workers that differ again."""
+    return StateError(
+        f"{what}; it did just before, too: something that later steps read is not named in run.state, or the update is "
+        f"not deterministic"
+    )

@@ -1,0 +1,54 @@
+"""`@tg.elastic`: options of the decorator and of the function, and wrong uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import taskgraph as tg
+from taskgraph.elastic.job import elastic
+
+
+@elastic(seed=3, min_workers=2, name="other", checkpoint="file:///somewhere", checkpoint_every_s=5)
+def train(run: Any, lr: float = 0.1) -> None:
+    """Trains."""
+
+
+def test_options_of_the_decorator() -> None:
+    job = train(lr=0.2)
+    assert (job.seed, job.min_nodes, job.name, job.checkpoint) == (3, 2, "other", "file:///somewhere")
+    assert job.elastic is not None and job.elastic.checkpoint_every_s == 5
+    assert job.elastic.arguments == {"lr": 0.2}
+
+
+def test_options_of_the_function() -> None:
+    assert list(train.options()) == ["lr"]
+    with pytest.raises(tg.JobError, match="lr"):
+        train(rate=0.1)
+
+
+def test_name_is_that_of_the_function() -> None:
+    assert elastic(named)().name == "named"
+
+
+def named(run: Any) -> None: ...
+
+
+def no_run() -> None: ...
+
+
+def test_function_without_a_run() -> None:
+    with pytest.raises(tg.JobError, match=r"no_run takes no run: def no_run\(run, ...\)"):
+        elastic(no_run)
+
+
+@pytest.mark.parametrize("every", [0, -1.0, "1", True, float("inf")])
+def test_time_between_checkpoints(every: Any) -> None:
+    with pytest.raises(tg.JobError, match=r"checkpoint_every_s=.*: must be a number of seconds above 0"):
+        elastic(checkpoint_every_s=every)
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(tg.JobError, match="checkpoints"):
+        elastic(checkpoints=1)
