@@ -80,7 +80,8 @@ class Silence:
     def _note(self, silent: frozenset[str]) -> None:
         before, self.workers = self.workers, silent
         for worker in sorted(silent - before):
-            text = f"{name_of(worker)} does not answer {self._node.name}, though its lease lives: they are cut off"
+            for_s, me = self._node.settings.lease_ttl_s, self._node.name
+            text = f"{name_of(worker)} does not answer {me}, though its lease lives: silent for {for_s:g} s"
             self._node.events.emit("lost", text, fields={"lost": worker})
         if silent != before:
             self._changed()

@@ -222,7 +222,7 @@ def _describe(incident: _Incident, view: JobView) -> str:
     if gone is not None and gone.record.died:
         cause = gone.record.reason.removeprefix("killed by ").replace("exited with code", "exit code")
         return f"{name} died ({cause})"
-    verb = "does not answer" if cause == "its lease ended" else "died"
+    verb = "does not answer" if cause.startswith(("its lease ended", "silent")) else "died"
     return f"{name} {verb}" + (f" ({cause})" if cause else "")
 
 
