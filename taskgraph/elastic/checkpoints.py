@@ -66,10 +66,18 @@ class Checkpoints:
                 except (OSError, CheckpointError, CoordinationError) as error:
                     node.events.emit("checkpoint failed", f"{error}; the job goes on with the one before")
 
+    def _is_useful(self, copy: StateCopy, lineage: int) -> bool:
+        """True if the job runs in this lineage, and has no checkpoint as late as this state."""
+        job = self._node.keeper.view
+        if not job.running or job.workers is None or job.workers.record.lineage != lineage:
+            return False
+        return job.checkpoint is None or job.checkpoint.record.epoch < copy.position
+
     async def _write(self, copy: StateCopy) -> None:
         node, job, store = self._node, self._node.keeper.view, self._reader.store
-        if job.epoch is None or (job.checkpoint is not None and job.checkpoint.record.epoch >= copy.position):
+        if job.epoch is None or job.workers is None or not self._is_useful(copy, job.workers.record.lineage):
             return
+        lineage = job.workers.record.lineage
         state = decode(copy.value)
         content = {
             "step": copy.step,
@@ -85,6 +93,8 @@ class Checkpoints:
         kept = (before.name, *before.before)[: node.settings.checkpoints_kept - 1] if before is not None else ()
         info = await self._reader.call(lambda: store.write(name, 0, value))
         await self._reader.call(lambda: store.stage(store.manifest(name, [info], kept)))
+        if not self._is_useful(copy, lineage):
+            return  # the job ended meanwhile, or went back, or another worker was faster
         writer = node.writer()
         record = CheckpointRecord(epoch=copy.position, attempt=attempt, name=str(name), before=kept, writer=writer)
         txn = transactions.point_to_checkpoint(job, record, node=node.id, node_revision=node.node_revision)

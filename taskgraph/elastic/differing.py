@@ -22,7 +22,7 @@ __all__ = ["AGAIN", "compare", "is_checked", "lasting"]
 AGAIN = 20
 """Workers that differ again within so many sums differ for a lasting reason."""
 _FIRST, _EVERY = 10, 10
-"""The first steps, and after them every so many, are checked: digests read the whole state."""
+"""The first ten steps and every tenth one are checked: digests read the whole state."""
 _ASK_S = 1.0
 """Time for the outvoted worker to answer. The others wait for it at this position."""
 _NAMED = 3
@@ -42,8 +42,8 @@ async def compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> s
         try:
             async with asyncio.timeout(_ASK_S):
                 theirs = cast(StateDigests, await node.transport.call(peer, DescribeState()))
-        except (Refused, TransportError, TimeoutError):
-            theirs = None
+        except (Refused, TransportError, TimeoutError) as error:
+            node.log.info("%s does not describe its state: %s", name, str(error) or "no answer")
     if mine is None or theirs is None or mine.step != theirs.step:
         return f"{name} differs in its totals, its state or its calls"
     here, there = dict(mine.digests), dict(theirs.digests)

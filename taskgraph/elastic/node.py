@@ -23,7 +23,6 @@ from taskgraph.elastic.joining import Joining
 from taskgraph.elastic.leaving import Leaving
 from taskgraph.elastic.reports import StableReports
 from taskgraph.elastic.run import Run
-from taskgraph.elastic.seeding import seed_generators
 from taskgraph.elastic.silence import Silence
 from taskgraph.elastic.sums import encode_sums
 from taskgraph.elastic.usercall import Stopped, UserCall
@@ -338,7 +337,6 @@ class ElasticNode(WorkerNode):
     def _call_function(self, call: UserCall) -> tuple[Encoded, int]:
         elastic = self.job.elastic
         assert elastic is not None
-        seed_generators(self.spec.seed)
         run = Run(call)
         value = elastic.function(run, **elastic.arguments)
         return encode(value, what=f"the value of {elastic.function.__name__}"), run.positions
@@ -405,6 +403,19 @@ class ElasticNode(WorkerNode):
         if view is not None and view.workers[:1] == (self.id,) and not self.paused:
             self.events.emit("commit", f"step {step} is stable", epoch=step, transient=True, fields=numbers)
 
+    def _waits(self) -> tuple[str, ...]:
+        """Says what this worker waits for."""
+        core, known = self.engine.core, self.keeper.view.workers
+        if known is None:
+            return (f"{self.name} waits for the first view, which needs the nodes that the job was started with",)
+        if core.phase == Phase.OUTSIDE:
+            return (f"{self.name} waits to enter, after {core.position} sums",)
+        if not core.awaited:
+            return ()
+        what = {Phase.FLUSHING: "reports", Phase.LACKING: "totals", Phase.WORKING: "parts"}[core.phase]
+        names = ", ".join(map(name_of, core.awaited))
+        return (f"{self.name} waits for {what} of {names}, after {core.position} sums",)
+
     def status(self) -> NodeStatus:
         view = self.keeper.view
         return NodeStatus(
@@ -418,7 +429,7 @@ class ElasticNode(WorkerNode):
             revision=view.revision,
             leader=view.workers is not None and view.workers.record.workers[0][0] == self.id,
             replicas=(),
-            waits=(*self.registration.waits, *self.keeper.waits, *self.writes.waits),
+            waits=(*self.registration.waits, *self.keeper.waits, *self.writes.waits, *self._waits()),
             usage=Usage.now(),
         )
 

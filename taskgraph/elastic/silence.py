@@ -3,7 +3,7 @@
     answers ──no progress, and no answer for a TTL──► silent: the next view is without it
        ▲───────────────it answers────────────────────────┘
 
-While sums are completed, all workers hear each other, and nobody is asked. A worker that hears fewer others waits
+While sums are completed, all workers hear each other, and no worker is asked. A worker that hears fewer others waits
 longer: of two sides of a cut, the larger one goes on.
 """
 

@@ -99,7 +99,7 @@ class UserCall:
         return self._node.threads.block(self._start, None)
 
     def give_state(self, step: int, position: int, tag: bytes, value: Encoded) -> None:
-        """Gives a copy of the state, between two steps, to whoever waits for one."""
+        """Gives a copy of the state, between two steps, to newcomers and the checkpoint that wait for one."""
         self.state_wanted = False
         self._node.threads.post(self._given, StateCopy(step, position, tag, value))
 

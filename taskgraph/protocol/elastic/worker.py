@@ -282,6 +282,17 @@ class Worker:
         taken, self._actions = self._actions, []
         return taken
 
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """The other workers of the view that this one waits for: their reports, totals or contributions."""
+        if self.view is None or self.phase == Phase.OUTSIDE:
+            return ()
+        if self.phase == Phase.FLUSHING:
+            return tuple(w for w in self.view.workers if w not in self._reports)
+        if self.phase == Phase.LACKING:
+            return () if self._outcome is None else (self._outcome.donor,)
+        return tuple(w for w in self._round.due if w != self._me and not self._round.covered(w))
+
     # -- views ------------------------------------------------------------------------------------
 
     def enter(self, number: int) -> None:

@@ -1,0 +1,23 @@
+"""A worker can always say which others it waits for."""
+
+from __future__ import annotations
+
+from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.tree import Span
+from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.worker import Contribution, Worker
+
+
+def test_worker_names_whom_it_waits_for() -> None:
+    view = View(0, 0, (Entry("A", 0), Entry("B", 0)))
+    worker = Worker("A", whole=True)
+    worker.enter(0)
+    assert worker.awaited == ()
+    worker.read_view(view)
+    assert worker.awaited == ("B",)  # its report
+    worker.report("B", view, Report(0, whole=True))
+    assert worker.awaited == ()
+    worker.begin(2, b"")
+    assert worker.awaited == ("B",)  # its part
+    worker.contribution("B", Contribution(0, 0, (Span(1, 2),), b""))
+    assert worker.awaited == ()
