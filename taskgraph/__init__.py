@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from taskgraph import testing as testing
     from taskgraph.channels import Inputs, Outputs
     from taskgraph.cli import driver_main as main
+    from taskgraph.elastic_jobs.job import elastic
+    from taskgraph.elastic_jobs.parts import Part
+    from taskgraph.elastic_jobs.run import Run
+    from taskgraph.elastic_jobs.steps import Step, Steps
     from taskgraph.epoch import Epoch, Hold, Reply, Tag
     from taskgraph.errors import (
         CheckpointError,
@@ -85,13 +89,17 @@ __all__ = [
     "NeighborRestarted",
     "OutcomeUnknown",
     "Outputs",
+    "Part",
     "PeerGone",
     "PeerLost",
     "Refused",
     "Reply",
+    "Run",
     "Settings",
     "StateError",
+    "Step",
     "StepError",
+    "Steps",
     "Tag",
     "Task",
     "TaskGraphError",
@@ -106,6 +114,7 @@ __all__ = [
     "bipartite",
     "codec",
     "edges",
+    "elastic",
     "full",
     "grid",
     "handles",
@@ -125,6 +134,10 @@ __all__ = [
 
 _MODULES = {
     "channels": ("Inputs", "Outputs"),
+    "elastic_jobs.job": ("elastic",),
+    "elastic_jobs.parts": ("Part",),
+    "elastic_jobs.run": ("Run",),
+    "elastic_jobs.steps": ("Step", "Steps"),
     "epoch": ("Epoch", "Hold", "Reply", "Tag"),
     "graph.libraries": ("arrays",),
     "graph.values": ("codec", "message"),

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from taskgraph.elastic import engine as engine_module
-from taskgraph.elastic import joining as joining_module
-from taskgraph.elastic import node as node_module
-from taskgraph.elastic.engine import Engine
-from taskgraph.elastic.joining import Joining
-from taskgraph.elastic.node import ElasticNode
-from taskgraph.elastic.outbox import Outbox
-from taskgraph.elastic.reports import StableReports
-from taskgraph.elastic.sums import Sums
-from taskgraph.elastic.usercall import UserCall
+from taskgraph.elastic_jobs import engine as engine_module
+from taskgraph.elastic_jobs import joining as joining_module
+from taskgraph.elastic_jobs import node as node_module
+from taskgraph.elastic_jobs.engine import Engine
+from taskgraph.elastic_jobs.joining import Joining
+from taskgraph.elastic_jobs.node import ElasticNode
+from taskgraph.elastic_jobs.outbox import Outbox
+from taskgraph.elastic_jobs.reports import StableReports
+from taskgraph.elastic_jobs.sums import Sums
+from taskgraph.elastic_jobs.usercall import UserCall
 from taskgraph.protocol.elastic import flush, transactions
 from taskgraph.protocol.elastic import worker as worker_module
 from taskgraph.protocol.elastic.flush import Outcome, Report

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from taskgraph.elastic.job import elastic
+from taskgraph.elastic_jobs.job import elastic
 
 
 @elastic

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from taskgraph.elastic.job import elastic
+from taskgraph.elastic_jobs.job import elastic
 from taskgraph.jobs import Job
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.observe.events import Event

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.elastic.job import elastic
+from taskgraph.elastic_jobs.job import elastic
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.kv import Put, Txn

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph.elastic.job import elastic
+from taskgraph.elastic_jobs.job import elastic
 
 
 @elastic(seed=3, min_workers=2, name="other", checkpoint="file:///somewhere", checkpoint_every_s=5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from elastic_cluster import SCENARIOS, pause, run_job
 
-from taskgraph.elastic.job import elastic
+from taskgraph.elastic_jobs.job import elastic
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
 

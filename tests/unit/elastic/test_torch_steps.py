@@ -368,5 +368,5 @@ async def test_errors_by_name(code: Any, text: str) -> None:
 
 
 def test_pytorch_is_not_imported_by_itself() -> None:
-    code = "import sys, taskgraph.elastic.job, taskgraph.elastic.node; assert 'torch' not in sys.modules"
+    code = "import sys, taskgraph.elastic_jobs.job, taskgraph.elastic_jobs.node; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

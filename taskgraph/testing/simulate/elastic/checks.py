@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from taskgraph.elastic.engine import chained
-from taskgraph.elastic.sums import Sums
+from taskgraph.elastic_jobs.engine import chained
+from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.view import JobView
@@ -26,9 +26,9 @@ from taskgraph.testing.simulate.elastic.workload import Values, Workload, total_
 from taskgraph.testing.simulate.runs import Violation
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.engine import Engine
-    from taskgraph.elastic.node import ElasticNode
-    from taskgraph.elastic.reports import StableReports
+    from taskgraph.elastic_jobs.engine import Engine
+    from taskgraph.elastic_jobs.node import ElasticNode
+    from taskgraph.elastic_jobs.reports import StableReports
     from taskgraph.results import JobResult
 
 __all__ = ["Checks"]

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import taskgraph as tg
-from taskgraph.elastic.job import _NoTask
-from taskgraph.elastic.node import ElasticNode
-from taskgraph.elastic.rows import Rows
+from taskgraph.elastic_jobs.job import _NoTask
+from taskgraph.elastic_jobs.node import ElasticNode
+from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.jobs import ElasticCall, Job
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.testing.simulate.elastic.threads import process_here, sleep

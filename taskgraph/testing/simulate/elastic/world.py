@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import taskgraph as tg
 from taskgraph.driver.spec import JobSpec
-from taskgraph.elastic.node import ElasticNode
+from taskgraph.elastic_jobs.node import ElasticNode
 from taskgraph.errors import TaskGraphError
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.submit import submit

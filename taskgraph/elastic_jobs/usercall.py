@@ -12,14 +12,14 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.elastic.sums import Sums
+from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.protocol.messages import Encoded, StateCopy, StateDigests
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.driver.spec import JobSpec
-    from taskgraph.elastic.engine import Engine
-    from taskgraph.elastic.interface import WorkerNode
+    from taskgraph.elastic_jobs.engine import Engine
+    from taskgraph.elastic_jobs.interface import WorkerNode
 
 __all__ = ["Stopped", "UserCall"]
 

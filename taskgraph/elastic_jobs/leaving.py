@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.interface import WorkerNode
+    from taskgraph.elastic_jobs.interface import WorkerNode
 
 __all__ = ["Leaving"]
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from taskgraph.elastic.engine import chained
-from taskgraph.elastic.libraries import pytorch
-from taskgraph.elastic.seeding import Turn, derived_seed, seed_generators
-from taskgraph.elastic.sums import Sums
+from taskgraph.elastic_jobs.engine import chained
+from taskgraph.elastic_jobs.libraries import pytorch
+from taskgraph.elastic_jobs.seeding import Turn, derived_seed, seed_generators
+from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode, encode
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.usercall import UserCall
+    from taskgraph.elastic_jobs.usercall import UserCall
 
 __all__ = ["BOUNDARY", "PIECE", "SUMMED", "Progress"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from taskgraph.elastic.libraries import pytorch
+from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.errors import StateError
 from taskgraph.graph.values import encode
 from taskgraph.protocol.messages import Encoded
@@ -22,7 +22,7 @@ from taskgraph.protocol.messages import Encoded
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["State", "capture", "check_names", "leaves", "load"]
+__all__ = ["State", "capture", "check_names", "check_shapes", "leaves", "load"]
 
 
 class State:
@@ -62,6 +62,19 @@ def check_names(state: Any) -> None:
     unknown = sorted(getattr(state, "__dict__", {}).keys() - fields.keys())
     if unknown:
         raise StateError(f"{type(state).__name__} of run.state(...): " + _unknown(unknown[0], fields))
+
+
+def check_shapes(state: Any) -> None:
+    """Raises StateError if a parameter of a PyTorch module has no shape yet."""
+    torch = pytorch()
+    if torch is None:
+        return
+    for name, leaf in leaves(state):
+        for path, parameter in leaf.named_parameters() if isinstance(leaf, torch.nn.Module) else ():
+            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+                raise StateError(
+                    f"the parameter {name}.{path} has no shape yet: call its lazy module once before the first step"
+                )
 
 
 def leaves(state: Any) -> Iterator[tuple[str, Any]]:

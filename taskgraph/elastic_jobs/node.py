@@ -15,17 +15,17 @@ from typing import Any, Unpack
 
 from msgspec import structs
 
-from taskgraph.elastic import differing
-from taskgraph.elastic.checkpoints import Checkpoints
-from taskgraph.elastic.engine import Engine
-from taskgraph.elastic.interface import WorkerNode
-from taskgraph.elastic.joining import Joining
-from taskgraph.elastic.leaving import Leaving
-from taskgraph.elastic.reports import StableReports
-from taskgraph.elastic.run import Run
-from taskgraph.elastic.silence import Silence
-from taskgraph.elastic.sums import encode_sums
-from taskgraph.elastic.usercall import Stopped, UserCall
+from taskgraph.elastic_jobs import differing
+from taskgraph.elastic_jobs.checkpoints import Checkpoints
+from taskgraph.elastic_jobs.engine import Engine
+from taskgraph.elastic_jobs.interface import WorkerNode
+from taskgraph.elastic_jobs.joining import Joining
+from taskgraph.elastic_jobs.leaving import Leaving
+from taskgraph.elastic_jobs.reports import StableReports
+from taskgraph.elastic_jobs.run import Run
+from taskgraph.elastic_jobs.silence import Silence
+from taskgraph.elastic_jobs.sums import encode_sums
+from taskgraph.elastic_jobs.usercall import Stopped, UserCall
 from taskgraph.errors import CoordinationError, JobError, LeaseGone
 from taskgraph.graph.values import encode
 from taskgraph.node.life import LifeArguments

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.elastic.libraries import pytorch
-from taskgraph.elastic.seeding import seed_generators
+from taskgraph.elastic_jobs.libraries import pytorch
+from taskgraph.elastic_jobs.seeding import seed_generators
 from taskgraph.errors import StepError
 
 __all__ = ["Data", "LoaderArguments", "data_of", "loader_arguments"]

@@ -7,17 +7,17 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from taskgraph.elastic.data import Data, data_of, loader_arguments
-from taskgraph.elastic.parts import Part, pytorch_modes
-from taskgraph.elastic.progress import Progress
-from taskgraph.elastic.rows import Rows
-from taskgraph.elastic.seeding import Turn
-from taskgraph.elastic.state import State
-from taskgraph.elastic.steps import Options, Step, Steps
+from taskgraph.elastic_jobs.data import Data, data_of, loader_arguments
+from taskgraph.elastic_jobs.parts import Part, pytorch_modes
+from taskgraph.elastic_jobs.progress import Progress
+from taskgraph.elastic_jobs.rows import Rows
+from taskgraph.elastic_jobs.seeding import Turn
+from taskgraph.elastic_jobs.state import State
+from taskgraph.elastic_jobs.steps import Options, Step, Steps
 from taskgraph.errors import StateError, StepError
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.usercall import UserCall
+    from taskgraph.elastic_jobs.usercall import UserCall
 
 __all__ = ["Part", "Run", "State", "Step", "Steps"]
 

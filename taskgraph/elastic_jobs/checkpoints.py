@@ -19,7 +19,7 @@ from taskgraph.protocol.messages import Encoded, Stamp, StateCopy
 from taskgraph.protocol.records import CheckpointRecord
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.interface import WorkerNode
+    from taskgraph.elastic_jobs.interface import WorkerNode
 
 __all__ = ["Checkpoints"]
 

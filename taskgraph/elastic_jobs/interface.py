@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from taskgraph.elastic.engine import Engine
-from taskgraph.elastic.reports import StableReports
+from taskgraph.elastic_jobs.engine import Engine
+from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.node.life import NodeLife
 from taskgraph.protocol.messages import StateCopy
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
-from taskgraph.elastic.seeding import Turn, seed_generators
+from taskgraph.elastic_jobs.seeding import Turn, seed_generators
 from taskgraph.errors import JobError
 from taskgraph.jobs import ElasticCall, Job, JobFunction
 from taskgraph.options import OptionInfo, check_fields
@@ -16,7 +16,7 @@ from taskgraph.settings import Settings
 from taskgraph.task import Task
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.run import Run
+    from taskgraph.elastic_jobs.run import Run
     from taskgraph.node.life import NodeLife
 
 __all__ = ["elastic"]
@@ -27,7 +27,7 @@ class _NoTask(Task):
 
 
 def _node() -> type[NodeLife]:
-    from taskgraph.elastic.node import ElasticNode  # not earlier: a driver imports this module
+    from taskgraph.elastic_jobs.node import ElasticNode  # not earlier: a driver imports this module
 
     return ElasticNode
 

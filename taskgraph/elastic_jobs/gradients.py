@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from taskgraph.elastic.sums import Layout, Sums
+from taskgraph.elastic_jobs.sums import Layout, Sums
 from taskgraph.errors import StepError
 
 __all__ = ["Gradients"]
@@ -34,11 +34,6 @@ class Gradients:
 
     def __init__(self, leaves: Iterable[tuple[str, Any]], zeros: bool) -> None:
         self.parameters: dict[str, torch.Tensor] = dict(_parameters(list(leaves)))
-        for name, parameter in self.parameters.items():
-            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-                raise StepError(
-                    f"the parameter {name} has no shape yet: call its lazy module once before the first step"
-                )
         self._zeros = zeros
         self._versions: dict[str, int] = {}
         self._layouts: dict[tuple[str, ...], Layout] = {}

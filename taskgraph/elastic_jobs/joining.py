@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
-from taskgraph.elastic.sums import decode_sums
+from taskgraph.elastic_jobs.sums import decode_sums
 from taskgraph.errors import CoordinationError, LeaseGone, Refused, TransportError
 from taskgraph.protocol.elastic import transactions
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.messages import CopyState, FollowTotals, Reply, StateCopy, TotalsPage
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.interface import WorkerNode
+    from taskgraph.elastic_jobs.interface import WorkerNode
 
 __all__ = ["Joining"]
 

@@ -15,7 +15,7 @@ from taskgraph.protocol.messages import DescribeState, StateDigests
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.interface import WorkerNode
+    from taskgraph.elastic_jobs.interface import WorkerNode
 
 __all__ = ["AGAIN", "compare", "is_checked", "lasting"]
 

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.elastic.differing import is_checked
-from taskgraph.elastic.libraries import pytorch
-from taskgraph.elastic.parts import Part, Place, Round, title
-from taskgraph.elastic.progress import BOUNDARY, SUMMED, Progress
-from taskgraph.elastic.state import capture, check_names, digests, load
+from taskgraph.elastic_jobs.differing import is_checked
+from taskgraph.elastic_jobs.libraries import pytorch
+from taskgraph.elastic_jobs.parts import Part, Place, Round, title
+from taskgraph.elastic_jobs.progress import BOUNDARY, SUMMED, Progress
+from taskgraph.elastic_jobs.state import capture, check_names, check_shapes, digests, load
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.data import Data
-    from taskgraph.elastic.gradients import Gradients
-    from taskgraph.elastic.rows import Rows
-    from taskgraph.elastic.sums import Sums
+    from taskgraph.elastic_jobs.data import Data
+    from taskgraph.elastic_jobs.gradients import Gradients
+    from taskgraph.elastic_jobs.rows import Rows
+    from taskgraph.elastic_jobs.sums import Sums
 
 __all__ = ["Options", "Step", "Steps"]
 
@@ -74,6 +74,7 @@ class Steps:
         progress, state = self.run.progress, self.run.named
         if progress.in_steps:
             raise StepError("the steps of a run are taken once: tell phases by step.number, and passes by passes=...")
+        check_shapes(state)
         number, node, copied = 0, progress.node, progress.begin()
         if copied is not None:
             number, captured = copied

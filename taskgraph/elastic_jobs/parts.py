@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.elastic.libraries import pytorch
-from taskgraph.elastic.seeding import derived_seed, seed_generators
-from taskgraph.elastic.state import leaves
-from taskgraph.elastic.sums import Sums, difference
+from taskgraph.elastic_jobs.libraries import pytorch
+from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
+from taskgraph.elastic_jobs.state import leaves
+from taskgraph.elastic_jobs.sums import Sums, difference
 from taskgraph.errors import StepError
 from taskgraph.graph.values import encode
 
 if TYPE_CHECKING:
-    from taskgraph.elastic.data import Data
-    from taskgraph.elastic.gradients import Gradients
-    from taskgraph.elastic.modules import Modules
+    from taskgraph.elastic_jobs.data import Data
+    from taskgraph.elastic_jobs.gradients import Gradients
+    from taskgraph.elastic_jobs.modules import Modules
     from taskgraph.protocol.messages import Encoded
 
 __all__ = ["ModesKept", "Part", "Place", "Round", "pytorch_modes"]
@@ -77,8 +77,8 @@ class Round:
         self._first: tuple[int, Sums] | None = None
         self._collected: set[str] = set()
         if pytorch() is not None:
-            from taskgraph.elastic.gradients import Gradients
-            from taskgraph.elastic.modules import Modules
+            from taskgraph.elastic_jobs.gradients import Gradients
+            from taskgraph.elastic_jobs.modules import Modules
 
             found = list(leaves(state))
             self.gradients, self._modules = Gradients(found, zeros), Modules(found, zeros)

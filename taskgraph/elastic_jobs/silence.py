@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from taskgraph.elastic.interface import WorkerNode
+from taskgraph.elastic_jobs.interface import WorkerNode
 from taskgraph.errors import TransportError
 from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.records import name_of

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from taskgraph.elastic.outbox import Outbox
-from taskgraph.elastic.sums import Sums, decode_sums, encode_sums
+from taskgraph.elastic_jobs.outbox import Outbox
+from taskgraph.elastic_jobs.sums import Sums, decode_sums, encode_sums
 from taskgraph.protocol.elastic import worker as actions
 from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.tree import Span, halves
