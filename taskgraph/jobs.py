@@ -8,7 +8,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, Self, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, cast
 
 from taskgraph.errors import JobError, error_text
 from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain
@@ -20,6 +20,14 @@ from taskgraph.topology import Link, Topology, as_topology
 
 __all__ = ["ElasticCall", "Job", "JobFunction", "check_job", "check_job_function", "job"]
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # `tg.Job` alone is a job with a value of any type
+
+    T = TypeVar("T", default=Any)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
 P = ParamSpec("P")
 
 _MOST_TASKS = 1_000_000
@@ -29,8 +37,10 @@ _MOST_BACKUPS = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job to run. Make it in a function decorated with `@tg.job`.
+class Job(Generic[T]):
+    """A job to run. Make it in a function decorated with `@tg.job` or `@tg.elastic`.
+
+    `T` is the type of its value: what the function of an elastic job returns.
 
     Attributes:
         tasks: how many tasks, a million at most; ids are 0 to tasks - 1.

@@ -9,12 +9,21 @@ import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import numpy as np
 
 from taskgraph.errors import DecodeError, JobError, error_text, first_names
 from taskgraph.graph.codecs import Codec, codec_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    T = TypeVar("T", default=Any)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 __all__ = ["EpochReport", "JobResult", "json_pieces", "plain_value"]
 
@@ -42,13 +51,14 @@ class EpochReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class JobResult:
+class JobResult(Generic[T]):
     """The result of a job. Its `repr` is short, for the prompt.
 
     Attributes:
         name: the job's name.
         status: "finished".
-        values: task -> what its `result()` returned; tasks that returned None are left out.
+        values: task -> what its `result()` returned; tasks that returned None are left out. Of an elastic job: 0 ->
+            what its function returned on the first worker.
         reports: one per epoch in which a task reported a number, in order.
         epochs: the number of committed epochs.
         failovers: how often a backup took over from a primary that failed.
@@ -77,13 +87,13 @@ class JobResult:
         )
 
     @property
-    def value(self) -> Any:
-        """The only value. Raises JobError if there is none, or more than one."""
+    def value(self) -> T:
+        """The only value: what the function of an elastic job returned. Raises JobError if there is not one value."""
         if len(self.values) != 1:
             tasks = first_names([*map(str, self.values)], _NAMED)
             which = f"tasks {tasks} returned one each" if self.values else "no task returned one from result()"
             raise JobError(f"JobResult.value is for jobs with one value; {which}: use .values")
-        return next(iter(self.values.values()))
+        return cast(T, next(iter(self.values.values())))
 
     def to_json(self) -> str:
         """Formats the result as a line of JSON: arrays as nested lists, bytes as base64, nan and infinities as strings.

@@ -14,6 +14,7 @@
     engine     carries out what the core (`taskgraph.protocol.elastic`) decides: sums, messages, answers to user code
     outbox     messages to one worker, in order
     silence    workers that are cut off from this one, though not from etcd
+    values     the values of the workers, compared at the end
     node       a node of an elastic job: registers, follows the view, proposes views
 
 It stands on coordination, transport and the node's own parts (`node.core`, `node.membership`). It does not know how

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from taskgraph.elastic_jobs.seeding import Turn, seed_generators
 from taskgraph.errors import JobError
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from taskgraph.node.life import NodeLife
 
 __all__ = ["elastic"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _NoTask(Task):
@@ -58,16 +61,24 @@ class Options:
             raise JobError(f"@tg.elastic(checkpoint_every_s={every!r}): must be a number of seconds above 0")
 
 
-class ElasticFunction(JobFunction[...]):
+class ElasticFunction(JobFunction[P], Generic[P, T]):
     """A function decorated with `@tg.elastic`: called with its arguments, but the run, it returns a Job."""
 
-    def __init__(self, function: Callable[..., Any], options: Options) -> None:
-        super().__init__(function)
+    def __init__(self, function: Callable[Concatenate[Run, P], T], options: Options) -> None:
+        super().__init__(cast(Callable[P, Job], function))
         parameters = list(self._signature.parameters.values())
         if not parameters:
             raise JobError(f"@tg.elastic: {function.__name__} takes no run: def {function.__name__}(run, ...)")
         self._signature = self._signature.replace(parameters=parameters[1:])
         self._options = options
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Job[T]:
+        """Makes the job.
+
+        Raises:
+            JobError: the function does not have such arguments, or they are no plain JSON values.
+        """
+        return super().__call__(*args, **kwargs)
 
     def _made(self, arguments: dict[str, Any]) -> Job:
         given = self._options
@@ -105,10 +116,22 @@ def _in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _Decorator(Protocol):
+    def __call__(self, function: Callable[Concatenate[Run, P], T], /) -> ElasticFunction[P, T]: ...
+
+
 @overload
-def elastic(function: Callable[..., Any], /) -> ElasticFunction: ...
+def elastic(function: Callable[Concatenate[Run, P], T], /) -> ElasticFunction[P, T]: ...
 @overload
-def elastic(**options: Any) -> Callable[[Callable[..., Any]], ElasticFunction]: ...
+def elastic(
+    *,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    checkpoint_every_s: float = 60.0,
+    min_workers: int = 1,
+    name: str = "",
+    settings: Settings = ...,
+) -> _Decorator: ...
 def elastic(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Decorates a module-level function of a run. Its other parameters are the job's options.
 

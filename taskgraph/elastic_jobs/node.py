@@ -26,6 +26,7 @@ from taskgraph.elastic_jobs.run import Run
 from taskgraph.elastic_jobs.silence import Silence
 from taskgraph.elastic_jobs.sums import encode_sums
 from taskgraph.elastic_jobs.usercall import Stopped, UserCall
+from taskgraph.elastic_jobs.values import Values
 from taskgraph.errors import CoordinationError, JobError, LeaseGone
 from taskgraph.graph.values import encode
 from taskgraph.node.life import LifeArguments
@@ -43,6 +44,7 @@ from taskgraph.protocol.messages import (
     Call,
     CopyState,
     DescribeState,
+    DescribeValue,
     Encoded,
     FollowTotals,
     Reason,
@@ -50,6 +52,7 @@ from taskgraph.protocol.messages import (
     Reply,
     StateCopy,
     TotalsPage,
+    ValueDigest,
 )
 from taskgraph.protocol.records import name_of
 
@@ -71,6 +74,7 @@ class ElasticNode(WorkerNode):
         self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.suspicion.update)
         self.silence = Silence(self, self._changed)
         self.reports = StableReports(self._report_counts)
+        self.values = Values(self)
         self._joining: asyncio.Task[None] | None = None
         self.lineage = 0
         self._outside_since = -1  # the number of the view that excluded this worker
@@ -298,6 +302,9 @@ class ElasticNode(WorkerNode):
             return structs.replace(copy, reports=self.reports.packed())
         if isinstance(message, DescribeState):
             return self.call.digests
+        if isinstance(message, DescribeValue):
+            value = await self.call.returned()
+            return Refusal(Reason.CLOSING, "") if value is None else ValueDigest(value.digest)
         if isinstance(message, FollowTotals):
             return self._totals_for(peer, message)
         self.engine.receive(peer, message)
@@ -441,6 +448,7 @@ class ElasticNode(WorkerNode):
             return []
         attempt, epoch = view.stamp
         if view.finished:
+            await self.values.compare(self.call.value)
             self.reports.note_stable(self.call.positions)  # this worker may not have heard that from all others
         lasted_s = self.now() - self.started_at
         return [TaskResult(0, epoch, attempt, self.call.value, (), self.reports.packed(), lasted_s)]

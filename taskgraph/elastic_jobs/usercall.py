@@ -1,6 +1,6 @@
 """One call of the user's function: its thread on one side, the event loop on the other.
 
-    in the thread: first_state, ask, report, give_state, emit    on the loop: begin_with, copied_state, stop
+    in the thread: first_state, ask, report, give_state, emit    on the loop: begin_with, copied_state, returned, stop
 
 A worker that is excluded and enters again calls the function again, with a state that it copies.
 """
@@ -157,6 +157,12 @@ class UserCall:
         while found is not None and self._engine.core.stable < found.position and not self._stopped:
             await self._node.short_pause()
         return None if self._stopped else found
+
+    async def returned(self) -> Encoded | None:
+        """Returns the value once the function has returned it; None: the call is stopped."""
+        while self.value is None and not self._stopped:
+            await self._node.short_pause()
+        return self.value
 
     def _asked(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
         if self._stopped or not self._node.running:

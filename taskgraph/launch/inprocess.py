@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import device_count
@@ -35,6 +35,8 @@ from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, Stat
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
+
+T = TypeVar("T")
 
 __all__ = ["InProcessCluster", "arun_inprocess", "ended_by_users"]
 
@@ -273,13 +275,13 @@ class InProcessCluster:
 
 
 async def arun_inprocess(
-    job: Job,
+    job: Job[T],
     *,
     timeout_s: float | None = None,
     on_event: Callable[[Event], None] | None = None,
     resume: Resume = False,
     fresh: bool = False,
-) -> JobResult:
+) -> JobResult[T]:
     """Runs a job on as few nodes in this process as it allows.
 
     One node has no backups, and needs none: they would fail with the same process. So every task is set up once.

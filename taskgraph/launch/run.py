@@ -53,6 +53,7 @@ log = logging.getLogger("taskgraph")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def _checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -78,7 +79,7 @@ def _checked(function: Callable[P, R]) -> Callable[P, R]:
 
 @_checked
 def run(
-    job: Job,
+    job: Job[T],
     *,
     nodes: int = 4,
     replace: bool = False,
@@ -88,7 +89,7 @@ def run(
     timeout_s: float | None = None,
     name: str = "",
     progress: bool = False,
-) -> JobResult:
+) -> JobResult[T]:
     """Runs a job to its end and returns its result.
 
     Args:
@@ -158,7 +159,7 @@ def _refuse_at_the_end(job: str) -> None:
 
 @_checked
 async def arun(
-    job: Job,
+    job: Job[T],
     *,
     nodes: int = 4,
     replace: bool = False,
@@ -170,7 +171,7 @@ async def arun(
     progress: bool = False,
     hooks: Hooks | None = None,
     access: Access | None = None,
-) -> JobResult:
+) -> JobResult[T]:
     """Runs a job like `run`, in a running event loop. Cancelling it ends the job.
 
     `hooks` and `access` are for the command line. With `progress` there are no other hooks.
@@ -218,7 +219,7 @@ async def arun(
 
 
 async def _on_nodes(
-    job: Job,
+    job: Job[T],
     nodes: int,
     hooks: Hooks,
     access: Access,
@@ -228,7 +229,7 @@ async def _on_nodes(
     resume: Resume,
     fresh: bool,
     timeout_s: float | None,
-) -> JobResult:
+) -> JobResult[T]:
     """Runs a job on node processes of this host."""
     access.listening.check(nodes)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:

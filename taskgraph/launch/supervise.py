@@ -169,7 +169,7 @@ class Supervisor:
             if not ending.done() and (not self._without_etcd or not self._follower.view.running):
                 await asyncio.wait([ending], timeout=_ALL_ENDED_S)
             if ending.done():
-                result = ending.result()
+                result: tuple[list[TaskResult], JobResult] = ending.result()
                 _report_deaths(self._nodes)
                 return result
             for other in stopped:
@@ -467,7 +467,8 @@ async def launch_nodes(
             until_left = [_follow_until_left(follower, nodes, spec.run)] if etcd_ends else []
             async with alongside(*until_left):
                 await nodes.wait_to_end(_NODE_END_S, spec.setting("cancel_s"))
-            return ending.result()
+            result: tuple[StatusRecord, JobResult | None] = ending.result()
+            return result
     finally:
         await nodes.stop(0.0 if leave.is_set() else _NODE_END_S)
 

@@ -519,6 +519,16 @@ class StateDigests(_Message, frozen=True, tag=True):
     digests: tuple[tuple[str, bytes], ...]
 
 
+class DescribeValue(_Message, frozen=True, tag=True):
+    """First worker to another one, at the end of the job: send me the digest of your value, once you have it."""
+
+
+class ValueDigest(_Message, frozen=True, tag=True):
+    """Reply to `DescribeValue`."""
+
+    digest: bytes
+
+
 class FollowTotals(_Message, frozen=True, tag=True):
     """Newcomer to worker: keep the totals from `position` on until I have entered, and send me the stable ones."""
 
@@ -570,6 +580,9 @@ Call = (
     | CopyState
     | FollowTotals
     | DescribeState
+    | DescribeValue
 )
-Reply = Item | Answer | Accepted | LedgerPage | WaitsPage | StateCopy | TotalsPage | StateDigests | Refusal
+Reply = (
+    Item | Answer | Accepted | LedgerPage | WaitsPage | StateCopy | TotalsPage | StateDigests | ValueDigest | Refusal
+)
 Message = Call | Reply

@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from taskgraph.errors import JobError, JobTimeout, TaskGraphError
 from taskgraph.jobs import Job, check_job
@@ -27,6 +27,8 @@ from taskgraph.testing.guard import RUN_FACTOR, IdleTimer, Stuck, run_guarded
 from taskgraph.testing.threads import LockStepThreads
 
 __all__ = ["STAGES", "run"]
+
+T = TypeVar("T")
 
 _EPOCHS_PER_S = 200
 """Epochs that a small job commits in a second, about: a job without an end fails after about `timeout_s`."""
@@ -44,7 +46,7 @@ just after the commit."""
 
 
 def run(
-    job: Job,
+    job: Job[T],
     *,
     kills: Mapping[tuple[int, int], str] | None = None,
     order: int = 0,
@@ -52,7 +54,7 @@ def run(
     strict: bool = True,
     timeout_s: float = 60.0,
     stuck_s: float | None = 60.0,
-) -> JobResult:
+) -> JobResult[T]:
     """Runs a job in this process, in strict mode, and returns its result.
 
     The job runs in a thread of its own. Its clock stands still while your code computes, and runs up to 1,000 times as

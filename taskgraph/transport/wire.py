@@ -33,6 +33,7 @@ REPLY_OF: Final[dict[type, type]] = dict.fromkeys(CALLS, messages.Accepted) | {
     messages.CopyState: messages.StateCopy,
     messages.FollowTotals: messages.TotalsPage,
     messages.DescribeState: messages.StateDigests,
+    messages.DescribeValue: messages.ValueDigest,
 }
 """Class of a call -> class of its reply, if it is not refused."""
 

@@ -32,6 +32,14 @@ PROGRAM = """
     def fit(tasks: int = 3) -> tg.Job:
         return tg.Job(tasks=tasks, epochs=2, builder=Fit, topology=tg.ring())
 
+    @tg.elastic
+    def train(run: tg.Run, lr: float = 0.1) -> dict[str, float]:
+        return {"lr": lr}
+
+    @tg.elastic(seed=3)
+    def count(run: tg.Run) -> int:
+        return 3
+
     def mistakes(epoch: tg.Epoch, ins: tg.Inputs) -> None:
         fit(taks=3)  # error: call-arg
         fit(tasks="3")  # error: arg-type
@@ -39,10 +47,17 @@ PROGRAM = """
         tg.Job(tasks=2, epochs=1, builder=Fit, bakups=1)  # error: call-arg
         epoch.nothing()  # error: attr-defined
         ins[ROW].upper()  # error: attr-defined
+        train(rate=3)  # error: call-arg
+        train(lr="3")  # error: arg-type
+        tg.elastic(sed=3)  # error: call-overload
+        tg.run(train(lr=0.3)).value.upper()  # error: attr-defined
+        tg.testing.run(count()).value.upper()  # error: attr-defined
 
     if __name__ == "__main__":
         print(tg.run(fit(tasks=2), nodes=0).values, fit.options())
+        print(tg.run(train(), nodes=0).value["lr"] + tg.run(count(), nodes=0).value)
         tg.main(fit)
+        tg.main(train)
 """
 
 

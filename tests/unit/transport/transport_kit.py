@@ -127,6 +127,7 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     (m.HoldsTotals(4, 9), m.Accepted(0)),
     (m.CopyState(), m.StateCopy(3, 9, b"tag", encoded(b"state", bytes(100_000)), (b"reports",))),
     (m.DescribeState(), m.StateDigests(3, (("w", b"d" * 16), ("opt.0.lr", b"e" * 16)))),
+    (m.DescribeValue(), m.ValueDigest(b"d" * 16)),
     (m.FollowTotals(9, True), m.TotalsPage(7, 2, 11, encoded(b"totals"))),
 ]
 
