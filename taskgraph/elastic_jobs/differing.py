@@ -8,18 +8,20 @@ job fails.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from taskgraph.errors import Refused, StateError, TransportError
+from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.messages import DescribeState, StateDigests
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
-__all__ = ["AGAIN", "compare", "is_checked", "lasting"]
+__all__ = ["Differences", "is_checked"]
 
-AGAIN = 20
+_AGAIN = 20
 """Workers that differ again within so many sums differ for a lasting reason."""
 _FIRST, _EVERY = 10, 10
 """The first ten steps and every tenth one are checked: digests read the whole state."""
@@ -34,7 +36,46 @@ def is_checked(step: int) -> bool:
     return step < _FIRST or step % _EVERY == 0
 
 
-async def compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> str:
+class Differences:
+    """Excludes workers that differ from most others.
+
+    Args:
+        changed: called when there are other workers to exclude.
+
+    Attributes:
+        outvoted: workers that differ, until they have left the view.
+    """
+
+    def __init__(self, node: WorkerNode, changed: Callable[[], None]) -> None:
+        self._node = node
+        self._changed = changed
+        self.outvoted: frozenset[str] = frozenset()
+        self._position = -_AGAIN - 1  # at which workers differed last
+
+    def read_view(self, view: View) -> None:
+        """One that enters again begins with a copied state."""
+        self.outvoted &= frozenset(view.workers)
+
+    def found(self, position: int, outvoted: tuple[str, ...]) -> None:
+        """The tags of workers differ at this position."""
+        if self._node.id not in outvoted:
+            self._node.own(self._exclude(position, outvoted), "compare states")
+
+    async def _exclude(self, position: int, outvoted: tuple[str, ...]) -> None:
+        node = self._node
+        mine = node.digests if node.digests.step >= 0 else None
+        found = [await _compare(node, mine, worker) for worker in outvoted]
+        if position - self._position <= _AGAIN:
+            await node.fail_by(_lasting("; ".join(found)))
+            return
+        self._position = position
+        self.outvoted = frozenset(outvoted)
+        for text in found:
+            node.events.emit("differs", f"{text}: it enters anew, with a copied state")
+        self._changed()
+
+
+async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> str:
     """Returns what of a worker differs, as far as it answers."""
     peer = node.router.peer(worker)
     name, theirs = name_of(worker), None
@@ -56,7 +97,7 @@ async def compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> s
     return f"the state of {name} differs before step {mine.step}: {', '.join(names[:_NAMED])}{more}"
 
 
-def lasting(what: str) -> StateError:
+def _lasting(what: str) -> StateError:
     """Returns the error for workers that differ again."""
     return StateError(
         f"{what}; it did just before, too: something that later steps read is not named in run.state, or the update is "

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from taskgraph.elastic_jobs.engine import Engine
 from taskgraph.elastic_jobs.reports import StableReports
+from taskgraph.errors import CoordinationError, JobError, LeaseGone
 from taskgraph.node.life import NodeLife
-from taskgraph.protocol.messages import StateCopy
+from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.protocol.kv import Txn
+from taskgraph.protocol.messages import StateCopy, StateDigests
 
 __all__ = ["WorkerNode"]
 
@@ -34,3 +37,22 @@ class WorkerNode(NodeLife):
     async def copied_state(self) -> StateCopy | None:
         """Returns the state of user code between two steps, once it is stable; None: the worker has ended."""
         raise NotImplementedError
+
+    @property
+    def digests(self) -> StateDigests:
+        """The digests of the state at the last step that was checked."""
+        raise NotImplementedError
+
+    async def fail_by(self, error: UserCodeError | JobError) -> None:
+        """Fails the job, unless this node is taken for lost."""
+        raise NotImplementedError
+
+    async def put_view(self, txn: Txn, writer: str) -> int | None:
+        """Puts a view. Returns its revision; None if another one came first, or etcd did not answer."""
+        try:
+            revision = await self.transact(txn, key=self.keeper.view.keys.workers, writer=writer)
+        except (CoordinationError, LeaseGone):
+            revision = None
+        if revision is None:
+            await self.keeper.refresh()
+        return revision

@@ -12,7 +12,7 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 from taskgraph.elastic_jobs.sums import decode_sums
-from taskgraph.errors import CoordinationError, LeaseGone, Refused, TransportError
+from taskgraph.errors import Refused, TransportError
 from taskgraph.protocol.elastic import transactions
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.messages import CopyState, FollowTotals, Reply, StateCopy, TotalsPage
@@ -97,12 +97,8 @@ class Joining:
         self._entering = proposed.number
         self._engine.core.enter(proposed.number)
         txn = transactions.propose(job, proposed, node=node.id, node_revision=node.node_revision, writer=writer)
-        try:
-            revision = await node.transact(txn, key=job.keys.workers, writer=writer)
-        except (CoordinationError, LeaseGone):
-            revision = None
+        revision = await node.put_view(txn, writer)
         if revision is None:
-            await node.keeper.refresh()
             return False
         node.events.emit("joined", f"{node.name} joined after {at} sums")
         await node.keeper.wait_for_revision(revision)

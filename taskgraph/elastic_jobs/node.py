@@ -15,8 +15,8 @@ from typing import Any, Unpack
 
 from msgspec import structs
 
-from taskgraph.elastic_jobs import differing
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
+from taskgraph.elastic_jobs.differing import Differences
 from taskgraph.elastic_jobs.engine import Engine
 from taskgraph.elastic_jobs.interface import WorkerNode
 from taskgraph.elastic_jobs.joining import Joining
@@ -27,7 +27,7 @@ from taskgraph.elastic_jobs.silence import Silence
 from taskgraph.elastic_jobs.sums import encode_sums
 from taskgraph.elastic_jobs.usercall import Stopped, UserCall
 from taskgraph.elastic_jobs.values import Values
-from taskgraph.errors import CoordinationError, JobError, LeaseGone
+from taskgraph.errors import JobError
 from taskgraph.graph.values import encode
 from taskgraph.node.life import LifeArguments
 from taskgraph.node.membership.registration import Registration
@@ -36,7 +36,8 @@ from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.elastic import transactions
-from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.succession import first_view, lone_view, must_go_on_alone, next_view
+from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Phase, Worker
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
@@ -51,6 +52,7 @@ from taskgraph.protocol.messages import (
     Refusal,
     Reply,
     StateCopy,
+    StateDigests,
     TotalsPage,
     ValueDigest,
 )
@@ -73,6 +75,7 @@ class ElasticNode(WorkerNode):
         )
         self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.suspicion.update)
         self.silence = Silence(self, self._changed)
+        self.differences = Differences(self, self._changed)
         self.reports = StableReports(self._report_counts)
         self.values = Values(self)
         self._joining: asyncio.Task[None] | None = None
@@ -80,8 +83,6 @@ class ElasticNode(WorkerNode):
         self._outside_since = -1  # the number of the view that excluded this worker
         self._begin_anew()
         self._wake = asyncio.Event()
-        self._outvoted: frozenset[str] = frozenset()  # workers that differ from most others
-        self._differed_at = -differing.AGAIN - 1  # the position at which workers differed last
         self._stop_following = self.keeper.on_change(self._changed)
 
     # -- life -------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class ElasticNode(WorkerNode):
             Worker(self.id),
             refused=self.suspicion.call_refused,
             stable=self.reports.note_stable,
-            differ=self._differ,
+            differ=self.differences.found,
             excluded=self._excluded,
         )
         self.call = UserCall(self, self.engine, self._call_function)
@@ -140,8 +141,8 @@ class ElasticNode(WorkerNode):
             if self.keeper.view.workers is not None:
                 await self._read_view(View.of(self.keeper.view.workers.record))
             if not self.paused and self.keeper.view.running:
-                if self._must_return():
-                    await self._return()
+                if self._must_go_on_alone():
+                    await self._go_on_alone()
                     continue
                 if (proposed := self._proposal()) is not None:
                     await self._propose(proposed)
@@ -153,7 +154,7 @@ class ElasticNode(WorkerNode):
         core = self.engine.core
         if view.number < self._outside_since:
             return  # a message brought the one that excludes this worker
-        self._outvoted &= frozenset(view.workers)  # one that enters again begins with a copied state
+        self.differences.read_view(view)
         if core.phase == Phase.OUTSIDE and self.call.begun and self.lineage != view.lineage:
             self.call.stop()  # others returned: the totals that this newcomer has may be undone
             self._begin_anew()
@@ -186,47 +187,24 @@ class ElasticNode(WorkerNode):
         core.enter(view.lineage)
 
     def _proposal(self) -> View | None:
-        job, core = self.keeper.view, self.engine.core
+        job = self.keeper.view
         if job.workers is None:
-            live = {n: v for n, v in job.nodes.items() if v.record.run == self.spec.run and n not in job.gone}
-            order = sorted(live, key=lambda node: (live[node].create_revision, node))
             waits = self.now() < self.started_at + self.settings.start_wait_s
             expected = self.spec.expected_nodes - len(job.gone) if waits else 1
-            if len(order) < max(1, self.job.min_nodes, expected) or order[0] != self.id:
-                return None
-            return View(0, 0, tuple(Entry(node, 0) for node in order))
-        view = View.of(job.workers.record)
-        if core.view != view or self.id in self._outvoted:
-            return None
-        if core.phase == Phase.OUTSIDE:  # if it is listed, then by an earlier entry
-            lost = frozenset({self.id})
-        elif core.whole:
-            lost = self.suspects | self.gone | self.silence.workers | self.leavers() | self._outvoted
-        else:
-            lost = self.gone  # those that are only suspected may hold totals that it lacks
-        return view.without(lost) if lost & set(view.workers) else None
-
-    def leavers(self) -> frozenset[str]:
-        """Workers that drain, unless no whole worker would be left."""
-        job = self.keeper.view
-        draining = frozenset(node for node, known in job.nodes.items() if known.record.draining)
-        inside = set() if job.workers is None else {worker for worker, _ in job.workers.record.workers}
-        return draining if inside - draining - self.suspects - self.gone else frozenset()
+            return first_view(job, self.id, run=self.spec.run, fewest=max(self.job.min_nodes, expected))
+        missed = self.suspects | self.silence.workers
+        outvoted = self.differences.outvoted
+        return next_view(job, self.id, self.engine.core, gone=self.gone, suspects=missed, outvoted=outvoted)
 
     async def _propose(self, view: View) -> None:
-        writer, job = self.writer(), self.keeper.view
-        before = self._workers()
+        job, before, writer = self.keeper.view, self._workers(), self.writer()
         txn = transactions.propose(job, view, node=self.id, node_revision=self.node_revision, writer=writer)
-        try:
-            revision = await self.transact(txn, key=job.keys.workers, writer=writer)
-        except (CoordinationError, LeaseGone):
-            revision = None
+        revision = await self.put_view(txn, writer)
         if revision is None:
-            await self.keeper.refresh()
             await self.short_pause()
-        else:
-            self._emit_losses(before, view)
-            await self.keeper.wait_for_revision(revision)
+            return
+        self._emit_losses(before, view)
+        await self.keeper.wait_for_revision(revision)
 
     def _emit_losses(self, before: Iterable[str], view: View) -> None:
         """Emits which workers this node excluded, unless their death or departure is known."""
@@ -236,31 +214,27 @@ class ElasticNode(WorkerNode):
                 text = f"{name_of(worker)} does not answer: its lease ended (the node is frozen or cut off)"
                 self.events.emit("lost", text, fields={"lost": worker})
 
-    def _must_return(self) -> bool:
-        """True if no worker is left that holds all totals, and this node is the one to go on."""
-        job, core = self.keeper.view, self.engine.core
-        if job.workers is None or core.whole:
+    def _must_go_on_alone(self) -> bool:
+        if self.draining and self.engine.core.phase == Phase.OUTSIDE:
             return False
-        view = View.of(job.workers.record)
-        if core.phase == Phase.OUTSIDE:
-            return not self.draining and view.number >= self._outside_since and {*view.workers} - {self.id} <= self.gone
-        return self.engine.none_whole_in == view.number and view.workers[0] == self.id
+        return must_go_on_alone(
+            self.keeper.view,
+            self.id,
+            self.engine.core,
+            gone=self.gone,
+            excluded_by=self._outside_since,
+            none_whole_in=self.engine.none_whole_in,
+        )
 
-    async def _return(self) -> None:
-        """Begins a lineage: alone, from the totals that this newcomer has, or from the checkpoint.
+    async def _go_on_alone(self) -> None:
+        """Begins a lineage: from the totals that this newcomer has, or from the checkpoint.
 
         The totals of a newcomer are stable, so nothing that was given out is undone, unless the checkpoint is newer.
         """
         job, core = self.keeper.view, self.engine.core
-        assert job.workers is not None
         saved = job.checkpoint.record.epoch if job.checkpoint is not None else -1
         if not self.call.begun and saved < 0:
-            text = (
-                "no worker is left that holds the state, and there is no checkpoint: start more workers, so that one "
-                "of them lives, or give the job a checkpoint (@tg.elastic(checkpoint='file:///...'))"
-            )
-            fences = (Compare(job.keys.workers, job.workers.mod_revision), self._own_key())
-            await self.fail_with(JobError(text), None, None, fences, "")
+            await self._fail_without_state()
             return
         if self.call.begun and saved > core.position:
             self.call.stop()
@@ -269,16 +243,11 @@ class ElasticNode(WorkerNode):
         if self._joining is not None:
             self._joining.cancel()  # no donor is left
             self._joining = None
-        number, writer = job.workers.record.number + 1, self.writer()
-        view = View(number, number, (Entry(self.id, number),))
-        gone = sorted({worker for worker, _ in job.workers.record.workers} & self.gone)
+        view, writer = lone_view(job, self.id), self.writer()
+        gone = sorted({*self._workers()} & self.gone)
         txn = transactions.return_alone(job, view, gone, node=self.id, node_revision=self.node_revision, writer=writer)
-        try:
-            revision = await self.transact(txn, key=job.keys.workers, writer=writer)
-        except (CoordinationError, LeaseGone):
-            revision = None
+        revision = await self.put_view(txn, writer)
         if revision is None:
-            await self.keeper.refresh()
             await self.short_pause()
             return
         since = core.position if self.call.begun else saved
@@ -286,9 +255,19 @@ class ElasticNode(WorkerNode):
         self.events.emit("returned", text)
         if self.call.begun:
             core.whole = True
-            core.enter(number)
-            self.lineage = number
+            core.enter(view.number)
+            self.lineage = view.number
         await self.keeper.wait_for_revision(revision)
+
+    async def _fail_without_state(self) -> None:
+        job = self.keeper.view
+        assert job.workers is not None
+        error = JobError(
+            "no worker is left that holds the state, and there is no checkpoint: start more workers, so that one "
+            "of them lives, or give the job a checkpoint (@tg.elastic(checkpoint='file:///...'))"
+        )
+        fences = (Compare(job.keys.workers, job.workers.mod_revision), self._own_key())
+        await self.fail_with(error, None, None, fences, "")
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -301,7 +280,7 @@ class ElasticNode(WorkerNode):
                 return Refusal(Reason.CLOSING, "")
             return structs.replace(copy, reports=self.reports.packed())
         if isinstance(message, DescribeState):
-            return self.call.digests
+            return self.digests
         if isinstance(message, DescribeValue):
             value = await self.call.returned()
             return Refusal(Reason.CLOSING, "") if value is None else ValueDigest(value.digest)
@@ -359,12 +338,16 @@ class ElasticNode(WorkerNode):
     async def copied_state(self) -> StateCopy | None:
         return await self.call.copied_state()
 
+    @property
+    def digests(self) -> StateDigests:
+        return self.call.digests
+
     async def _fail(self, error: Exception) -> None:
         """Fails the job with an error of user code."""
         assert self.job.elastic is not None
-        await self._fail_with(UserCodeError(self.job.elastic.function.__name__, error))
+        await self.fail_by(UserCodeError(self.job.elastic.function.__name__, error))
 
-    async def _fail_with(self, error: UserCodeError | JobError) -> None:
+    async def fail_by(self, error: UserCodeError | JobError) -> None:
         await self.fail_with(error, None, None, (self._own_key(),), "")
 
     def _own_key(self) -> Compare:
@@ -386,23 +369,6 @@ class ElasticNode(WorkerNode):
             await self.short_pause()
 
     # -- what comes out ---------------------------------------------------------------------------
-
-    def _differ(self, position: int, outvoted: tuple[str, ...]) -> None:
-        """The tags of workers differ: excludes those that differ from most others."""
-        if self.id not in outvoted:
-            self.own(self._exclude_differing(position, outvoted), "compare states")
-
-    async def _exclude_differing(self, position: int, outvoted: tuple[str, ...]) -> None:
-        mine = self.call.digests if self.call.digests.step >= 0 else None
-        found = [await differing.compare(self, mine, worker) for worker in outvoted]
-        if position - self._differed_at <= differing.AGAIN:
-            await self._fail_with(differing.lasting("; ".join(found)))
-            return
-        self._differed_at = position
-        self._outvoted = frozenset(outvoted)
-        for text in found:
-            self.events.emit("differs", f"{text}: it enters anew, with a copied state")
-        self._wake.set()
 
     def _report_counts(self, step: int, numbers: dict[str, float]) -> None:
         """Emits the numbers of a step, on the most senior worker."""

@@ -4,10 +4,12 @@ Workers go through the same steps. A step sums one contribution of each *part* o
 is the step's *total*. A further sum within a step is a further *round*, with a total of its own. A worker's *position*
 is the number of totals that it holds. The protocol is virtual synchrony: views in etcd, messages between the workers.
 
-    tree     the fixed binary tree along which all workers add the parts
-    views    the numbered lists of workers, and the transactions that change them
-    flush    what the workers of a new view hold, and what follows: pure functions of the workers' reports
-    worker   one worker: what it computes, sends and completes
+    tree          the fixed binary tree along which all workers add the parts
+    views         the numbered lists of workers
+    succession    which view follows: without lost workers, or of one that goes on alone
+    transactions  those that change the view, and end the job
+    flush         what the workers of a new view hold, and what follows: pure functions of the workers' reports
+    worker        one worker: what it computes, sends and completes
 
 Three rules carry the safety; each module says which of them it keeps.
 

@@ -1,0 +1,94 @@
+"""Which view follows: decisions of one worker on the job in etcd, its own state, and the workers that it misses.
+
+    no view ──enough nodes have registered──► the first view, proposed by the most senior node
+    view ──a worker is lost, drains or differs──► the view without it, proposed by any worker
+    view ──a newcomer has caught up──► the view with it, proposed by the newcomer (`View.joined_by`)
+    view ──no worker left holds all totals──► a view of one worker, which begins a lineage
+
+All workers may propose at once: the transaction of one of them wins.
+"""
+
+from __future__ import annotations
+
+from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.worker import Phase, Worker
+from taskgraph.protocol.view import JobView
+
+__all__ = ["first_view", "leavers", "lone_view", "must_go_on_alone", "next_view"]
+
+Workers = frozenset[str]
+
+
+def first_view(job: JobView, me: str, *, run: str, fewest: int) -> View | None:
+    """Returns the first view, if this node is the one to propose it.
+
+    Args:
+        run: the run whose nodes count.
+        fewest: the number of nodes that it needs.
+    """
+    live = {node: v for node, v in job.nodes.items() if v.record.run == run and node not in job.gone}
+    order = sorted(live, key=lambda node: (live[node].create_revision, node))
+    if len(order) < max(1, fewest) or order[0] != me:
+        return None
+    return View(0, 0, tuple(Entry(node, 0) for node in order))
+
+
+def next_view(
+    job: JobView, me: str, core: Worker, *, gone: Workers, suspects: Workers, outvoted: Workers
+) -> View | None:
+    """Returns the view that this worker proposes after that of the job; None: none.
+
+    Args:
+        gone: nodes whose keys are gone.
+        suspects: nodes that may be lost.
+        outvoted: workers that differ from most others.
+    """
+    if job.workers is None:
+        return None
+    view = View.of(job.workers.record)
+    if core.view != view or me in outvoted:
+        return None
+    if core.phase == Phase.OUTSIDE:  # if it is listed, then by an earlier entry
+        lost = frozenset({me})
+    elif core.whole:
+        lost = suspects | gone | outvoted | leavers(job, gone | suspects)
+    else:
+        lost = gone  # those that are only suspected may hold totals that it lacks
+    return view.without(lost) if lost & set(view.workers) else None
+
+
+def leavers(job: JobView, lost: Workers) -> Workers:
+    """Returns the workers that drain, unless no worker would be left."""
+    draining = frozenset(node for node, known in job.nodes.items() if known.record.draining)
+    inside = set() if job.workers is None else set(View.of(job.workers.record).workers)
+    return draining if inside - draining - lost else frozenset()
+
+
+def must_go_on_alone(
+    job: JobView, me: str, core: Worker, *, gone: Workers, excluded_by: int, none_whole_in: int
+) -> bool:
+    """Returns True if no worker is left that holds all totals, and this one is to begin a lineage.
+
+    Args:
+        gone: nodes whose keys are gone.
+        excluded_by: the number of the newest view that excluded this worker; -1: none did.
+        none_whole_in: the number of the newest view whose reports showed that no worker holds all totals; -1: none.
+    """
+    if job.workers is None or core.whole:
+        return False
+    view = View.of(job.workers.record)
+    if core.phase == Phase.OUTSIDE:
+        return view.number >= excluded_by and {*view.workers} - {me} <= gone
+    return none_whole_in == view.number and view.workers[0] == me
+
+
+def lone_view(job: JobView, me: str) -> View:
+    """Returns the view of this worker alone that begins a lineage.
+
+    Raises:
+        LookupError: there is no view.
+    """
+    if job.workers is None:
+        raise LookupError("there is no view")
+    number = job.workers.record.number + 1
+    return View(number, number, (Entry(me, number),))

@@ -1,0 +1,143 @@
+"""Which view follows, on a job's keys in an in-memory etcd."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_kit import RUN, World, node_record
+
+from taskgraph.protocol.elastic import transactions
+from taskgraph.protocol.elastic.succession import first_view, leavers, lone_view, must_go_on_alone, next_view
+from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.worker import Worker
+from taskgraph.protocol.kv import Put, Txn
+
+NONE: frozenset[str] = frozenset()
+
+
+def begun(*nodes: str) -> World:
+    """The first view has all of the nodes."""
+    world = World(*nodes)
+    view = first_view(world.view(), nodes[0], run=RUN, fewest=len(nodes))
+    assert view is not None
+    assert put(world, view, nodes[0])
+    return world
+
+
+def put(world: World, view: View, node: str) -> bool:
+    txn = transactions.propose(
+        world.view(), view, node=node, node_revision=world.revisions[node], writer=world.writer()
+    )
+    return world.run(txn).succeeded
+
+
+def whole(world: World, me: str, since: int = 0) -> Worker:
+    """A worker that has read the view."""
+    job = world.view()
+    assert job.workers is not None
+    worker = Worker(me, whole=True)
+    worker.enter(since)
+    worker.read_view(View.of(job.workers.record))
+    return worker
+
+
+def follows(world: World, me: str, core: Worker, **missed: str) -> View | None:
+    """What the worker proposes, given one node that is "gone", one of the "suspects" and one "outvoted", or fewer."""
+    sets = {why: frozenset(filter(None, [missed.get(why)])) for why in ("gone", "suspects", "outvoted")}
+    return next_view(world.view(), me, core, **sets)
+
+
+def test_most_senior_node_proposes_the_first_view() -> None:
+    world = World("b", "a")
+    assert first_view(world.view(), "a", run=RUN, fewest=2) is None
+    assert first_view(world.view(), "b", run=RUN, fewest=3) is None
+    assert first_view(world.view(), "b", run=RUN, fewest=2) == View(0, 0, (Entry("b", 0), Entry("a", 0)))
+
+
+def test_first_view_has_living_nodes_of_the_run_alone() -> None:
+    world = World("a", "b", "c")
+    world.die("a")
+    world.run(Txn(success=(Put(world.keys.node("z"), node_record("z", run="run-0").to_bytes()),)))
+    assert first_view(world.view(), "b", run=RUN, fewest=1) == View(0, 0, (Entry("b", 0), Entry("c", 0)))
+
+
+def test_nothing_follows_while_all_are_well() -> None:
+    world = begun("a", "b")
+    assert follows(world, "a", whole(world, "a")) is None
+    assert follows(world, "a", whole(world, "a"), gone="z", suspects="y") is None
+
+
+@pytest.mark.parametrize("why", ["gone", "suspects", "outvoted"])
+def test_lost_worker_is_left_out(why: str) -> None:
+    world = begun("a", "b", "c")
+    core = whole(world, "c")
+    view = follows(world, "c", core, **{why: "b"})
+    assert view == View(1, 0, (Entry("a", 0), Entry("c", 0)))
+
+
+def test_outvoted_worker_proposes_nothing() -> None:
+    world = begun("a", "b", "c")
+    assert follows(world, "a", whole(world, "a"), gone="c", outvoted="a") is None
+
+
+def test_worker_that_has_not_read_the_view_proposes_nothing() -> None:
+    world = begun("a", "b", "c")
+    core = whole(world, "a")
+    assert put(world, View(1, 0, (Entry("a", 0), Entry("b", 0))), "a")
+    assert follows(world, "a", core, gone="b") is None
+
+
+def test_newcomer_leaves_out_only_those_that_are_gone() -> None:
+    world = begun("a", "b", "c")
+    assert put(world, View(1, 0, (Entry("a", 0), Entry("b", 0), Entry("c", 1))), "a")
+    core = whole(world, "c", since=1)
+    core.whole = False
+    assert follows(world, "c", core, suspects="a") is None
+    assert follows(world, "c", core, gone="a") == View(2, 0, (Entry("b", 0), Entry("c", 1)))
+
+
+def test_worker_outside_leaves_out_its_earlier_entry() -> None:
+    world = begun("a", "b")
+    core = whole(world, "a", since=5)
+    assert follows(world, "a", core, gone="b") == View(1, 0, (Entry("b", 0),))
+
+
+def test_draining_workers_leave_unless_all_do() -> None:
+    world = begun("a", "b")
+    world.put(world.keys.node("b"), node_record("b", draining=True).to_bytes())
+    assert leavers(world.view(), NONE) == {"b"}
+    assert leavers(world.view(), frozenset({"a"})) == NONE, "no other worker is left"
+    world.put(world.keys.node("a"), node_record("a", draining=True).to_bytes())
+    assert leavers(world.view(), NONE) == NONE
+
+
+def test_newcomer_goes_on_alone_once_all_workers_are_gone() -> None:
+    world = begun("a", "b")
+    world.register("c")
+    core = whole(world, "c", since=1)
+    core.whole = False
+
+    def alone(gone: set[str], excluded_by: int = -1) -> bool:
+        return must_go_on_alone(
+            world.view(), "c", core, gone=frozenset(gone), excluded_by=excluded_by, none_whole_in=-1
+        )
+
+    assert not alone({"a"})
+    assert alone({"a", "b"})
+    assert not alone({"a", "b"}, excluded_by=1), "a newer view is on its way"
+    assert lone_view(world.view(), "c") == View(1, 1, (Entry("c", 1),))
+
+
+def test_whole_worker_never_goes_on_alone() -> None:
+    world = begun("a", "b")
+    core = whole(world, "a")
+    assert not must_go_on_alone(world.view(), "a", core, gone=frozenset({"b"}), excluded_by=-1, none_whole_in=0)
+
+
+def test_most_senior_goes_on_alone_where_no_worker_holds_all_totals() -> None:
+    world = begun("a", "b")
+    for me, begins in (("a", True), ("b", False)):
+        core = whole(world, me)
+        core.whole = False
+        for none_whole_in in (-1, 0):
+            found = must_go_on_alone(world.view(), me, core, gone=NONE, excluded_by=-1, none_whole_in=none_whole_in)
+            assert found == (begins and none_whole_in == 0)
