@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.coordination.opening import opened
 from taskgraph.driver.spec import JobSpec
-from taskgraph.launch.access import connect
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -56,7 +56,7 @@ class RunningJob:
                 embedded=True,
                 tls={},
             )
-            coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
+            coordinator = await stack.enter_async_context(opened(entry.etcd, entry.tls))
             await submit(coordinator, spec)
             runtime.remove(spec.name)
             runtime.put(entry)

@@ -9,11 +9,11 @@ import signal
 from pathlib import Path
 
 from taskgraph.commands.common import FoundJob, access_of, ended_text, etcd_of, find_entry, reach, see_text
+from taskgraph.coordination.opening import opened
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, PeerLost, TaskGraphError, TransportError, UnknownJob
 from taskgraph.launch import forget as forgetting
-from taskgraph.launch.access import connect
 from taskgraph.launch.follow import Follower, client_of
 from taskgraph.launch.runtime import Runtime
 from taskgraph.node.usercode import lastwords
@@ -315,7 +315,7 @@ async def forget(options: argparse.Namespace) -> int:
     for name in options.job:
         try:
             etcd, access = _etcd_of_job(options, name)
-            async with await connect(etcd, access) as coordinator:
+            async with opened(etcd, access) as coordinator:
                 count = await forgetting.forget(coordinator, name)
         except (JobError, UnknownJob) as error:
             refused.append(error)

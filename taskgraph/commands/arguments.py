@@ -351,7 +351,9 @@ def _add_beginning(made: argparse.ArgumentParser, when: str = "") -> None:
 def add_etcd_options(made: argparse.ArgumentParser) -> None:
     """Adds --etcd, and how to get into etcd and to nodes. The environment and taskgraph.toml may give each, too."""
     group = made.add_argument_group("etcd (also TASKGRAPH_ETCD, TASKGRAPH_ETCD_USER etc., or taskgraph.toml)")
-    group.add_argument("--etcd", metavar="HOST:PORT,...", help="endpoints of your etcd")
+    group.add_argument(
+        "--etcd", metavar="HOST:PORT,...", help="endpoints of your etcd, or a URL of what takes its place"
+    )
     text = "the job's token; `submit` and `run` write the file if it is missing"
     group.add_argument("--token-file", metavar="FILE", help=text)
     names = ("--etcd-ca", "--cacert")

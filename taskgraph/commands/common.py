@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from taskgraph.coordination.opening import opened
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TransportError, UnknownJob
-from taskgraph.launch.access import configured, connect, etcd_access, insecure_listen, node_access
+from taskgraph.launch.access import configured, etcd_access, insecure_listen, node_access
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.network.listening import Listening
 from taskgraph.network.tls import Tls, check_listener
@@ -32,7 +33,7 @@ from taskgraph.system.signals import Orders, obey_sigterm
 from taskgraph.transport.hello import token_mark
 
 if TYPE_CHECKING:
-    from taskgraph.coordination.etcd import EtcdCoordinator
+    from taskgraph.coordination.api import Coordinator
 
 __all__ = [
     "FoundJob",
@@ -190,7 +191,7 @@ class FoundJob:
     name: str
     entry: JobEntry
     spec: JobSpec
-    coordinator: EtcdCoordinator
+    coordinator: Coordinator
 
     def check_token(self) -> None:
         """Raises JobError if the job's nodes would refuse our token."""
@@ -409,7 +410,7 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
     """
     entry = find_entry(options)
     try:
-        async with _watching_quietly(entry), await connect(entry.etcd, entry.tls) as coordinator:
+        async with _watching_quietly(entry), opened(entry.etcd, entry.tls) as coordinator:
             keys = Keys(entry.name)
             kv = await coordinator.get(keys.spec)
             if kv is None:

@@ -33,10 +33,10 @@ from taskgraph.commands.common import (
 )
 from taskgraph.commands.running import print_result, run
 from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.opening import opened
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import JobFunction
-from taskgraph.launch.access import connect
 from taskgraph.launch.begin import command, options
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower, if_etcd_answers
@@ -343,7 +343,7 @@ async def _submitted(
     etcd: str, tls: dict[str, str], options: argparse.Namespace, token: str, entry: JobEntry | None
 ) -> tuple[JobSpec, str]:
     """Waits for the job and its token. Raises UnknownJob if the launcher of `entry`, which runs its etcd, ends."""
-    async with await connect(etcd, tls) as coordinator:
+    async with opened(etcd, tls) as coordinator:
         submitted = _with_its_token(coordinator, options, etcd, token)
         async with alongside(submitted, launcher_gone(entry)) as (waiting, gone):
             await any_done(waiting, gone)

@@ -185,10 +185,12 @@ def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
 
 
 def _warning(reached: FoundJob) -> str:
-    version = reached.coordinator.version
-    if reached.entry.embedded or version not in _CORRUPTING:
+    from taskgraph.coordination.etcd import EtcdCoordinator
+
+    etcd = reached.coordinator
+    if reached.entry.embedded or not isinstance(etcd, EtcdCoordinator) or etcd.version not in _CORRUPTING:
         return ""
-    return f"\nwarning: etcd {version} can lose data when it is killed under load; upgrade it to 3.5.3 or later"
+    return f"\nwarning: etcd {etcd.version} can lose data when it is killed under load; upgrade it to 3.5.3 or later"
 
 
 def events(options: argparse.Namespace) -> int:

@@ -24,11 +24,12 @@ from taskgraph.commands.common import (
     token_for,
 )
 from taskgraph.coordination.api import AccessRefused
+from taskgraph.coordination.opening import opened
 from taskgraph.driver.loading import load_driver, make_job
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
-from taskgraph.launch.access import Access, connect
+from taskgraph.launch.access import Access
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.kept import status_of
 from taskgraph.launch.local import LocalNodes
@@ -238,7 +239,7 @@ def submit_command(options: argparse.Namespace, function: JobFunction[...] | Non
 
     async def put() -> None:
         nonlocal submitting
-        async with await connect(etcd, access_of(options)) as coordinator:
+        async with opened(etcd, access_of(options)) as coordinator:
             planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
             submitting = True
             await begin(coordinator, planned, beginning)

@@ -1,12 +1,13 @@
 """Defines the interface of a coordinator.
 
-There are two implementations: `etcd.EtcdCoordinator`, and `memory.MemoryCoordinator` within one process, for `nodes=0`
-and tests. A conformance suite runs on both. Nothing here knows of jobs, tasks or epochs.
+Implementations: `etcd.EtcdCoordinator`, `memory.MemoryCoordinator` within one process, for `nodes=0` and tests, and
+those that installed packages offer (`opening`). `taskgraph.testing.conformance` holds all of them to the same tests.
+Nothing here knows of jobs, tasks or epochs.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -131,7 +132,7 @@ class Coordinator(Protocol):
 
     async def txn(self, txn: Txn) -> TxnResult: ...
 
-    def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yields every event under `prefix` from `start_revision` on, once and in order, across reconnections, which it
         reports (`WatchBatch.reopened`).
 

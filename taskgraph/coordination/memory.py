@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
+from taskgraph.coordination.refusals import check_key, check_txn
 from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
 from taskgraph.protocol.kv import Compare, Delete, Get, KeyEvent, KeyValue, Put, Txn, TxnResult
 
@@ -25,9 +26,6 @@ __all__ = ["MemoryCoordinator", "MemoryLease", "MemoryStore", "StoredLease"]
 #: As in etcd: the shortest TTL, and the shortest time between the end of a lease and the deletion of its keys.
 MIN_TTL_S = 2.0
 EXPIRY_SLACK_S = 0.1
-#: As etcd's defaults for `--max-txn-ops` and `--max-request-bytes`.
-MAX_TXN_OPS = 128
-MAX_REQUEST_BYTES = 3 * 512 * 1024
 #: Revisions of history; older ones are compacted, as in the embedded etcd.
 HISTORY_REVISIONS = 100_000
 _RENEWALS_PER_TTL = 5
@@ -68,14 +66,14 @@ class MemoryStore:
     def select(self, key: str, *, prefix: bool) -> tuple[KeyValue, ...]:
         """Returns the key, or with `prefix` all keys that begin with it, in the order of their bytes."""
         if not prefix:
-            _check_key(key)
+            check_key(key)
             return (self._keys[key],) if key in self._keys else ()
         found = [kv for name, kv in self._keys.items() if name.startswith(key)]
         return tuple(sorted(found, key=lambda kv: kv.key.encode()))
 
     def execute(self, txn: Txn) -> TxnResult:
         """Executes a transaction. If it raises an error, nothing was done."""
-        _check(txn)
+        check_txn(txn)
         succeeded = all(self._is_satisfied(compare) for compare in txn.compares)
         branch = txn.success if succeeded else txn.failure
         for op in branch:
@@ -339,7 +337,7 @@ class MemoryCoordinator:
         await self._begin_call()
         return self.store.execute(txn)
 
-    def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yields the events under `prefix` from `start_revision` on, each once and in order."""
         if start_revision < 1:
             raise ValueError(f"a watch starts at a revision from 1 on, not {start_revision}")
@@ -420,37 +418,3 @@ class MemoryCoordinator:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _check_key(key: str) -> None:
-    if not key:
-        raise CoordinationError("a key cannot be empty")
-
-
-def _check(txn: Txn) -> None:
-    """Raises CoordinationError for transactions that etcd refuses: too large, or with a key written twice."""
-    if max(len(txn.compares), len(txn.success), len(txn.failure)) > MAX_TXN_OPS:
-        raise CoordinationError(f"etcd refuses more than {MAX_TXN_OPS} operations in a transaction")
-    for compare in txn.compares:
-        _check_key(compare.key)
-    size = 0
-    for branch in (txn.success, txn.failure):
-        put: set[str] = set()
-        deletes: list[Delete] = []
-        for op in branch:
-            if isinstance(op, Put):
-                _check_key(op.key)
-                if op.key in put:
-                    raise CoordinationError(f"duplicate key given in txn request: {op.key!r} is put twice")
-                put.add(op.key)
-                size += len(op.key.encode()) + len(op.value)
-            elif isinstance(op, Delete):
-                if not op.prefix:
-                    _check_key(op.key)
-                deletes.append(op)
-        for delete in deletes:
-            for key in put:
-                if key == delete.key or (delete.prefix and key.startswith(delete.key)):
-                    raise CoordinationError(f"duplicate key given in txn request: {key!r} is put and deleted")
-    if size > MAX_REQUEST_BYTES:
-        raise CoordinationError(f"etcd refuses a request of more than {MAX_REQUEST_BYTES} bytes")

@@ -13,17 +13,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, JobError
 from taskgraph.network.listening import NOWHERE, Listening
 from taskgraph.network.tls import CA, CERT, KEY
 from taskgraph.system.files import ROOT
 
-if TYPE_CHECKING:
-    from taskgraph.coordination.etcd import EtcdCoordinator
-
-__all__ = ["Access", "advice", "configured", "connect", "etcd_access", "insecure_listen", "node_access"]
+__all__ = ["Access", "advice", "configured", "etcd_access", "insecure_listen", "node_access"]
 
 _FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
 _NODE_FILES = {"ca": ("tls_ca", CA), "cert": ("tls_cert", CERT), "key": ("tls_key", KEY)}
@@ -184,13 +180,6 @@ def node_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
     if found and missing:
         raise JobError(f"TLS needs an authority, a certificate and its key: give {' and '.join(missing)}, or --tls DIR")
     return found
-
-
-async def connect(etcd: str, access: Mapping[str, str]) -> EtcdCoordinator:
-    """Connects to an etcd; raises Unavailable with the endpoints that were tried."""
-    from taskgraph.coordination.etcd import EtcdCoordinator  # gRPC: only for a command that needs etcd
-
-    return await EtcdCoordinator.connect(etcd, **access)
 
 
 def insecure_listen(given: bool | None = None) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from taskgraph.coordination.api import AccessRefused, DataLost
 from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.coordination.opening import opened
 from taskgraph.driver.loading import check_no_loop, check_not_importing
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import (
@@ -34,7 +35,7 @@ from taskgraph.errors import (
     no_thread,
 )
 from taskgraph.jobs import Job, check_job
-from taskgraph.launch.access import Access, connect, etcd_access, node_access
+from taskgraph.launch.access import Access, etcd_access, node_access
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower, find_kept
 from taskgraph.launch.forkserver import ForkServer
@@ -258,7 +259,7 @@ async def _on_nodes(
             node_tls=node_access() if access.nodes is None else access.nodes,
             run=spec.run,
         )
-        coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
+        coordinator = await stack.enter_async_context(opened(entry.etcd, entry.tls))
         spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh, timeout_s=timeout_s)
         follower = Collector(coordinator, spec, entry.token_bytes, entry.node_access)
         if embedded is None:
@@ -359,5 +360,5 @@ def result(name: str, etcd: str | None = None) -> JobResult:
 
 
 async def _kept(name: str, etcd: str) -> KeptJob | None:
-    async with await connect(etcd, etcd_access()) as coordinator:
+    async with opened(etcd, etcd_access()) as coordinator:
         return await find_kept(coordinator, name)

@@ -31,15 +31,16 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
 
+import taskgraph.coordination.etcd  # noqa: F401  # the fork server loads it once for all nodes
 from taskgraph.coordination.api import Coordinator, WatchCompacted
-from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.opening import open_coordinator
 from taskgraph.device.cuda import bound_memory, device_count
 from taskgraph.device.visible import VISIBLE
 from taskgraph.driver.spec import JobSpec
@@ -96,7 +97,7 @@ async def run_node(config: NodeConfig, lost_output: DroppingOutput | None = None
         lost_output: knows which output the streams of this process dropped, for an event.
     """
     try:
-        async with await _connect(config) as coordinator:
+        async with _connected(config) as coordinator:
             spec, revision = await wait_for_job(coordinator, config.job)
             if config.path:
                 sys.path[:] = config.path  # not earlier: Python's own modules must not be found beside a driver
@@ -113,8 +114,11 @@ async def run_node(config: NodeConfig, lost_output: DroppingOutput | None = None
         return _log_and_return(str(error), CANNOT_GO_ON)
 
 
-async def _connect(config: NodeConfig) -> EtcdCoordinator:
-    """Connects to etcd. A launched node waits if etcd does not answer, since its launcher has reached it.
+@asynccontextmanager
+async def _connected(config: NodeConfig) -> AsyncIterator[Coordinator]:
+    """Connects to etcd, or to what takes its place, for a block.
+
+    A launched node waits if that does not answer, since its launcher has reached it.
 
     Raises:
         CoordinationError: etcd refuses; or it does not answer a node without a launcher, whose address may be wrong.
@@ -122,7 +126,8 @@ async def _connect(config: NodeConfig) -> EtcdCoordinator:
     logged = False
     while True:
         try:
-            return await EtcdCoordinator.connect(config.etcd, **config.tls)
+            coordinator = await open_coordinator(config.etcd, config.tls)
+            break
         except Unavailable as error:
             if not config.parent_pid:
                 raise
@@ -130,6 +135,10 @@ async def _connect(config: NodeConfig) -> EtcdCoordinator:
                 log.warning("waiting for etcd, which the launcher has reached: %s", error)
                 logged = True
             await asyncio.sleep(_ETCD_RETRY_S)
+    try:
+        yield coordinator
+    finally:
+        await coordinator.close()
 
 
 def _log_and_return(text: str, code: int) -> int:
@@ -182,12 +191,12 @@ async def _wait_for_change(coordinator: Coordinator, key: str, revision: int) ->
     except WatchCompacted:
         return
     finally:
-        await watch.aclose()  # type: ignore[attr-defined]
+        await watch.aclose()
 
 
 async def _run(
     config: NodeConfig,
-    coordinator: EtcdCoordinator,
+    coordinator: Coordinator,
     spec: JobSpec,
     spec_revision: int,
     job: Job,

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -169,7 +169,7 @@ class EtcdCoordinator:
         self._known_revision = max(self._known_revision, answer.header.revision)
         return convert.txn_result(answer)
 
-    def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yields the events under `prefix` from `start_revision` on, each once and in order (`watch`).
 
         While etcd does not answer, a watch waits for ever; other calls raise Unavailable after their time limit.

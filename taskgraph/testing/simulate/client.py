@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
@@ -215,7 +215,7 @@ class SimCoordinator:
 
     # -- watches ----------------------------------------------------------------------------------
 
-    def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         if start_revision < 1:
             raise ValueError(f"a watch starts at a revision from 1 on, not {start_revision}")
         return self._watch(prefix, start_revision)
