@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from taskgraph.errors import PeerGone, Refused, TransportError
-from taskgraph.protocol.messages import Call
+from taskgraph.protocol.messages import Call, HoldsTotals, PartSums, WorkerReport
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -54,7 +54,10 @@ class Outbox:
         peer = self._node.router.peer(self._peer)
         if peer is not None:
             try:
+                await self._inject(message)
                 await self._node.transport.call(peer, message)
+                if isinstance(message, PartSums) and self._node.injects_held:
+                    await self._node.point("sent", 0, message.position)
                 return True
             except PeerGone:
                 self._refused(self._peer)
@@ -62,3 +65,8 @@ class Outbox:
                 pass  # it is paused or busy, or the connection broke
         await self._node.short_pause()
         return False
+
+    async def _inject(self, message: Call) -> None:
+        if self._node.injects_held and isinstance(message, PartSums | HoldsTotals | WorkerReport):
+            stage = {PartSums: "part", HoldsTotals: "total", WorkerReport: "report"}[type(message)]
+            await self._node.point(stage, 0, message.position)

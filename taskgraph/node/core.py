@@ -71,7 +71,7 @@ class NodeCore:
         suspects: nodes suspected dead. Set by `Suspicion`.
         gone: nodes that are gone, as read from etcd. Set by `Suspicion`.
         injects: True if `point` has an effect: callers skip it otherwise, since it is called five times per epoch.
-        injects_held: True if `point` also knows the stage `held`, as in nodes with their own process.
+        injects_held: True if `point` also knows stages that `tg.testing` lacks, as in nodes with their own process.
     """
 
     def __init__(

@@ -51,10 +51,18 @@ STAGES = (
     "taken",
     "checkpoint",
     "checkpointed",
+    "part",
+    "sent",
+    "total",
+    "report",
 )
 """The stages of `tg.testing.STAGES`, and: `held`: a backup has stored a boundary and not acknowledged it; `takeover`: a
 node is about to write a takeover; `taken`: it has just written it; `checkpoint`: a primary is about to write its file
-of a checkpoint; `checkpointed`: a checkpoint has just been completed."""
+of a checkpoint; `checkpointed`: a checkpoint has just been completed.
+
+Of elastic jobs, whose epochs are the numbers of their sums: `part`: a worker is about to send sums of parts; `sent`:
+the first worker has taken them; `total`: user code has ended, and a worker is about to tell that it holds all totals;
+`report`: it is about to send its report in a new view."""
 
 
 @dataclass(frozen=True, slots=True)

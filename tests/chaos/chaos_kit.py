@@ -108,6 +108,9 @@ def judge(
 class Chaos:
     """One running job, seen through its etcd."""
 
+    driver = DRIVER
+    name = NAME
+
     def __init__(self, cli: Cli, command: Command, options: dict[str, Any], faults: Path, etcd: str) -> None:
         self.cli = cli
         self.command = command
@@ -239,7 +242,7 @@ class Chaos:
         """More nodes, from a launcher of their own."""
         before = len(self.view.nodes)
         command = await self.cli.start(
-            "launch", NAME, "--nodes", str(count), *arguments, python=python, **{VARIABLE: str(self._faults)}
+            "launch", self.name, "--nodes", str(count), *arguments, python=python, **{VARIABLE: str(self._faults)}
         )
         await self.until("more nodes", lambda view: len(view.nodes) > before)
         return command
@@ -250,8 +253,8 @@ class Chaos:
         """What the job said, for a failure's message."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(10):
-                told = await self.cli("events", NAME)
-                state = await self.cli("status", NAME)
+                told = await self.cli("events", self.name)
+                state = await self.cli("status", self.name)
                 return f"{told.out}{told.err}\n{state.out}{state.err}"
         return "(neither events nor status answered within 10 s)"
 
@@ -286,7 +289,7 @@ class Chaos:
         """Keeps `view` up to date, from the moment the job is found on."""
         entry = await self._entry()
         async with await EtcdCoordinator.connect(self._etcd or entry.etcd) as coordinator:
-            keeper = ViewKeeper(coordinator, NAME, refresh_s=0.1)
+            keeper = ViewKeeper(coordinator, self.name, refresh_s=0.1)
             await keeper.load()
             self._keeper, self._coordinator = keeper, coordinator
             self.followed.set()
@@ -295,7 +298,7 @@ class Chaos:
     async def _entry(self) -> JobEntry:
         runtime = Runtime(self.cli.root / "run" / "taskgraph")
         async with asyncio.timeout(LIMIT_S):
-            while (entry := runtime.find(NAME)) is None:  # noqa: ASYNC110
+            while (entry := runtime.find(self.name)) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return entry
 
@@ -303,6 +306,7 @@ class Chaos:
 @contextlib.asynccontextmanager
 async def chaos(
     *arguments: str,
+    kind: type[Chaos] = Chaos,
     etcd: str = "",
     seen_etcd: str = "",
     env: dict[str, str] | None = None,
@@ -313,6 +317,7 @@ async def chaos(
 
     Args:
         arguments: of `taskgraph run`.
+        kind: the job, and how its end is judged.
         etcd: its endpoints; "": an etcd of its own.
         seen_etcd: where the test itself looks, where that is another way to the same.
         env: more of the environment, for what is started.
@@ -327,9 +332,15 @@ async def chaos(
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         words += ["--etcd", etcd] if etcd else []
         command = await cli.start(
-            "run", str(DRIVER), "--json", *words, *arguments, python=python, **{VARIABLE: str(faults), **(env or {})}
+            "run",
+            str(kind.driver),
+            "--json",
+            *words,
+            *arguments,
+            python=python,
+            **{VARIABLE: str(faults), **(env or {})},
         )
-        job = Chaos(cli, command, options, faults, seen_etcd or etcd)
+        job = kind(cli, command, options, faults, seen_etcd or etcd)
         try:
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(_followed(job))
