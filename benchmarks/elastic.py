@@ -1,0 +1,109 @@
+"""How fast elastic jobs are, and how long failures and joins stop them.
+
+    python benchmarks/elastic.py steps [--full]
+
+    steps   steps/s against DDP over Gloo that accumulates the same parts, in turns
+
+Workers are processes of this host, with one thread of PyTorch each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from fit import add, fit, read_log
+from running import RunningJob
+
+_WARM = 15
+"""Steps that are not counted."""
+
+
+def spread(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    p95 = ordered[min(len(ordered) - 1, round(0.95 * len(ordered)))]
+    return f"median {statistics.median(ordered):8.2f}  p95 {p95:8.2f}  max {ordered[-1]:8.2f}  ({len(ordered)})"
+
+
+async def _run(job: Any, workers: int) -> None:
+    async with RunningJob(job, nodes=workers) as running:
+        await running.result()
+
+
+def step_times(job: Any, workers: int, **arguments: Any) -> list[float]:
+    """Returns milliseconds of each step after the warm-up, of the first worker."""
+    with tempfile.TemporaryDirectory() as log:
+        asyncio.run(_run(job(log=log, **arguments), workers))
+        ends = [line.at_ns for line in min(read_log(Path(log)).items())[1]]
+    return [(b - a) / 1e6 for a, b in itertools.pairwise(ends[_WARM:])]
+
+
+def ddp_times(**arguments: Any) -> list[float]:
+    options = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "peers" / "ddp.py"), *options], capture_output=True, text=True, timeout=300
+    )
+    if done.returncode:
+        raise SystemExit(f"DDP failed:\n{done.stderr}")
+    return list(json.loads(done.stdout))[_WARM:]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def steps(given: argparse.Namespace) -> None:
+    """Steps/s against DDP, in turns."""
+    cases = [("0.27M", 24, 24, 1.0), ("5.8M", 24, 24, 1.0), ("0.27M", 8, 4, 0.7), ("5.8M", 8, 4, 0.7)]
+    rounds = given.rounds or (5 if given.full else 3)
+    for model, parts, theirs, bar in cases:
+        if given.only and given.only not in f"{model} {parts}":
+            continue
+        count = given.steps or (150 if model == "0.27M" else 50)
+        ours: list[list[float]] = []
+        ddp: list[list[float]] = []
+        for _ in range(rounds):
+            ddp.append(ddp_times(workers=4, model=model, parts=theirs, steps=count))
+            ours.append(step_times(fit, 4, model=model, parts=parts, steps=count))
+        ratios = sorted(mean(b) / mean(a) for a, b in zip(ours, ddp, strict=True))
+        print(f"{model} parameters, {parts} parts of {240 // parts} rows, 4 workers; ms for each step")
+        for name, runs in (("ours", ours), (f"DDP, {theirs} parts", ddp)):
+            print(f"  {name:15} mean {statistics.median(map(mean, runs)):8.2f}  {spread(list(itertools.chain(*runs)))}")
+        ratio = statistics.median(ratios)
+        print(
+            f"  steps/s: {ratio:.2f} of DDP's (rounds: {ratios[0]:.2f} to {ratios[-1]:.2f}), bar {bar:g}: "
+            f"{'met' if ratio >= bar else 'MISSED'}",
+            flush=True,
+        )
+
+
+def overhead(given: argparse.Namespace) -> None:
+    """The framework's own time: steps that sum 8 bytes."""
+    for workers in (1, 4):
+        times = step_times(add, workers, steps=given.steps or 400)
+        print(f"steps of 24 parts that add 8 B, {workers} workers: ms {spread(times)}; bar 2", flush=True)
+
+
+COMMANDS = {"steps": steps, "overhead": overhead}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--full", action="store_true", help="as many rounds, kills and minutes as the bars ask for")
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--only", default="", help="cases with this in their name")
+    given = parser.parse_args()
+    COMMANDS[given.command](given)
