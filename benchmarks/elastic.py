@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from fit import add, fit, read_log
 from running import RunningJob
 
+HERE = Path(__file__).parent
 _WARM = 15
 """Steps that are not counted."""
 
@@ -42,22 +42,26 @@ async def _run(job: Any, workers: int) -> None:
         await running.result()
 
 
-def step_times(job: Any, workers: int, **arguments: Any) -> list[float]:
-    """Returns milliseconds of each step after the warm-up, of the first worker."""
+def step_times(job: Any, workers: int, **arguments: Any) -> tuple[list[float], float]:
+    """Returns milliseconds of each step after the warm-up, of the first worker, and a step's CPU time, of all."""
     with tempfile.TemporaryDirectory() as log:
         asyncio.run(_run(job(log=log, **arguments), workers))
-        ends = [line.at_ns for line in min(read_log(Path(log)).items())[1]]
-    return [(b - a) / 1e6 for a, b in itertools.pairwise(ends[_WARM:])]
+        lines = read_log(Path(log))
+    ends = [line.at_ns for line in min(lines.items())[1]]
+    half = len(ends) // 2
+    used = sum((of[-1].cpu_ns - of[half].cpu_ns) / (len(of) - 1 - half) for of in lines.values())
+    return [(b - a) / 1e6 for a, b in itertools.pairwise(ends[_WARM:])], used / 1e6
 
 
-def ddp_times(**arguments: Any) -> list[float]:
+def ddp_times(**arguments: Any) -> tuple[list[float], float]:
     options = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     done = subprocess.run(
         [sys.executable, str(HERE / "peers" / "ddp.py"), *options], capture_output=True, text=True, timeout=300
     )
     if done.returncode:
         raise SystemExit(f"DDP failed:\n{done.stderr}")
-    return list(json.loads(done.stdout))[_WARM:]
+    times, used = json.loads(done.stdout)
+    return times[_WARM:], used
 
 
 def mean(values: Sequence[float]) -> float:
@@ -72,15 +76,17 @@ def steps(given: argparse.Namespace) -> None:
         if given.only and given.only not in f"{model} {parts}":
             continue
         count = given.steps or (150 if model == "0.27M" else 50)
-        ours: list[list[float]] = []
-        ddp: list[list[float]] = []
+        ours: list[tuple[list[float], float]] = []
+        ddp: list[tuple[list[float], float]] = []
         for _ in range(rounds):
             ddp.append(ddp_times(workers=4, model=model, parts=theirs, steps=count))
             ours.append(step_times(fit, 4, model=model, parts=parts, steps=count))
-        ratios = sorted(mean(b) / mean(a) for a, b in zip(ours, ddp, strict=True))
+        ratios = sorted(mean(b) / mean(a) for (a, _), (b, _) in zip(ours, ddp, strict=True))
         print(f"{model} parameters, {parts} parts of {240 // parts} rows, 4 workers; ms for each step")
         for name, runs in (("ours", ours), (f"DDP, {theirs} parts", ddp)):
-            print(f"  {name:15} mean {statistics.median(map(mean, runs)):8.2f}  {spread(list(itertools.chain(*runs)))}")
+            means, used = statistics.median(mean(run) for run, _ in runs), statistics.median(cpu for _, cpu in runs)
+            every = list(itertools.chain(*(run for run, _ in runs)))
+            print(f"  {name:15} mean {means:8.2f}  {spread(every)}  CPU {used:8.2f}")
         ratio = statistics.median(ratios)
         print(
             f"  steps/s: {ratio:.2f} of DDP's (rounds: {ratios[0]:.2f} to {ratios[-1]:.2f}), bar {bar:g}: "
@@ -92,8 +98,8 @@ def steps(given: argparse.Namespace) -> None:
 def overhead(given: argparse.Namespace) -> None:
     """The framework's own time: steps that sum 8 bytes."""
     for workers in (1, 4):
-        times = step_times(add, workers, steps=given.steps or 400)
-        print(f"steps of 24 parts that add 8 B, {workers} workers: ms {spread(times)}; bar 2", flush=True)
+        times, used = step_times(add, workers, steps=given.steps or 400)
+        print(f"24 parts that add 8 B, {workers} workers: ms {spread(times)}  CPU {used:.2f}; bar 2", flush=True)
 
 
 COMMANDS = {"steps": steps, "overhead": overhead}

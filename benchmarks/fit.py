@@ -1,7 +1,7 @@
 """The work that elastic jobs are measured with: an MLP of two sizes, or sums of nothing, and a log of every step.
 
 Each worker appends a line to a file of its own whenever it holds the total of a step: the step's number, the clock
-(`time.monotonic_ns`, one for all processes of a host), and the parts that it computed.
+(`time.monotonic_ns`, one for all processes of a host), the CPU time of its process, and the parts that it computed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ INPUTS, CLASSES, ROWS = 784, 10, 2400
 
 
 class Line(NamedTuple):
-    """A step of one worker: when it held the total, and the parts that it had computed."""
+    """A step of one worker: when it held the total, its CPU time until then, and the parts that it computed."""
 
     step: int
     at_ns: int
+    cpu_ns: int
     parts: tuple[int, ...]
 
 
@@ -33,7 +34,7 @@ def read_log(folder: Path) -> dict[str, list[Line]]:
     for path in sorted(folder.glob("*.log")):
         lines = path.read_text().splitlines(keepends=True)
         fields = [line.split() for line in lines if line.endswith("\n")]
-        found[path.stem] = [Line(int(f[0]), int(f[1]), tuple(map(int, f[2:]))) for f in fields]
+        found[path.stem] = [Line(int(f[0]), int(f[1]), int(f[2]), tuple(map(int, f[3:]))) for f in fields]
     return found
 
 
@@ -71,7 +72,7 @@ def fit(run: tg.Run, log: str, model: str = "0.27M", parts: int = 24, batch: int
                 part.backward(cross_entropy(mlp(images[part.rows]), labels[part.rows]))
                 computed.append(part.number)
             optimizer.step()
-            print(step.number, time.monotonic_ns(), *computed, file=out)
+            print(step.number, time.monotonic_ns(), time.process_time_ns(), *computed, file=out)
     raise AssertionError("the steps ended")
 
 
@@ -89,5 +90,5 @@ def add(run: tg.Run, log: str, n: int = 1, state_mib: int = 0, parts: int = 24, 
                 part.add(g=ones)
                 computed.append(part.number)
             state.w += step["g"]
-            print(step.number, time.monotonic_ns(), *computed, file=out)
+            print(step.number, time.monotonic_ns(), time.process_time_ns(), *computed, file=out)
     raise AssertionError("the steps ended")

@@ -5,7 +5,7 @@
         └──part or total──┘ ──messages──► other workers
 
 The engine keeps the values: the sums of held spans, what other workers sent, and the totals. Everything here happens on
-the event loop; user code asks from its thread.
+the event loop; user code asks from its thread, and adds up there (`adding`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from taskgraph.elastic_jobs.adding import Finished, Total
 from taskgraph.elastic_jobs.outbox import Outbox
 from taskgraph.elastic_jobs.sums import Sums, decode_sums, encode_sums
 from taskgraph.protocol.elastic import worker as actions
@@ -22,7 +23,7 @@ from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker
-from taskgraph.protocol.messages import Call, HoldsTotals, PartSums, Totals, WorkerReport
+from taskgraph.protocol.messages import Call, Encoded, HoldsTotals, PartSums, Totals, WorkerReport
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -74,8 +75,9 @@ class Engine:
         self._excluded = excluded
         self.none_whole_in = -1
         self._own: dict[Span, Sums] = {}
+        self._encoded: dict[tuple[Span, ...], Encoded] = {}  # own sums that user code's thread has encoded
         self._received: dict[tuple[int, int, Span], Sums] = {}  # by view, position and span
-        self._totals: dict[int, Sums] = {}
+        self._totals: dict[int, Total] = {}
         self._early: list[tuple[str, Call]] = []  # messages of a view that this worker has not read
         self._outboxes: dict[str, Outbox] = {}
         self._keep_from: dict[str, tuple[int, int]] = {}  # newcomer -> the first total that it lacks, the view then
@@ -117,7 +119,7 @@ class Engine:
                     before = core.position
                     core.total(message.view, position)
                     if core.position > before:
-                        self._hold_total(position, total)
+                        self._hold_total(position, Total.of(total))
             case HoldsTotals():
                 return core.holds(worker, message.view, message.position)
             case _:
@@ -127,7 +129,7 @@ class Engine:
     def ask(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
         """User code is at a position of so many parts, and asks for some of them.
 
-        The answer is a list of parts, or the total of the position.
+        The answer is a list of parts, or the total of the position, which may not be added up.
         """
         self.user_position = position
         if self._begun < position == self.core.position:
@@ -136,13 +138,15 @@ class Engine:
         self._asked = position, answer
         self._go()
 
-    def computed(self, position: int, part: int, sums: Sums) -> None:
-        """User code has finished a part."""
+    def computed(self, position: int, finished: Finished) -> None:
+        """User code has finished parts."""
         if not self._node.running:
             return
         if position == self.core.position and self.core.phase != Phase.OUTSIDE:
-            self._own[Span(part, part + 1)] = sums
-        self.core.computed(position, part)
+            self._own |= finished.sums
+            if finished.value is not None:
+                self._encoded[tuple(finished.sums)] = finished.value
+        self.core.computed(position, finished.sums)
         self._go()
 
     def ended(self, positions: int) -> None:
@@ -154,7 +158,7 @@ class Engine:
     def catch_up(self, position: int, totals: Sequence[Sums]) -> None:
         """This worker is outside, and has got stable totals from a donor."""
         for number, total in enumerate(totals, position):
-            self._totals[number] = total
+            self._totals[number] = Total.of(total)
         self.core.catch_up(position + len(totals))
         self._go()
 
@@ -163,7 +167,7 @@ class Engine:
         first = min(self._totals, default=self.core.position)
         if position < first:
             return first, []
-        return first, [self._totals[number] for number in range(position, self.core.stable)]
+        return first, [self._totals[number].sums() for number in range(position, self.core.stable)]
 
     def stop(self, error: BaseException) -> None:
         """Answers user code that waits with an error."""
@@ -212,23 +216,19 @@ class Engine:
                 )
                 self._send(view.number, message)
             case actions.Contribute(contribution):
-                value = encode_sums([self._own[span] for span in contribution.spans])
-                spans = tuple((span.first, span.end) for span in contribution.spans)
-                self._send(
-                    contribution.view,
-                    PartSums(contribution.view, contribution.position, spans, contribution.tag, value),
-                )
+                self._contribute(contribution)
             case actions.Merge(span):
                 first, second = halves(span)
-                self._own[span] = self._own.pop(first) + self._own.pop(second)
+                self._own[span] = self._own.pop(first).add(self._own.pop(second), self._node.router.allocate)
             case actions.Drop(spans):
                 for span in spans:
                     self._own.pop(span, None)
             case actions.Complete(position, spans):
                 there = {span: self._own.get(span) or self._received[self._view, position, span] for span in spans}
-                self._hold_total(position, _added(there, Span(0, max(span.end for span in spans))))
+                whole = Span(0, max(span.end for span in spans))
+                self._hold_total(position, Total(there, whole, self._node.router.allocate))
             case actions.GiveTotals(number, to, first, end):
-                value = encode_sums([self._totals[position] for position in range(first, end)])
+                value = encode_sums([self._totals[position].sums() for position in range(first, end)])
                 self._outbox(to).put(number, Totals(number, first, value))
             case actions.Holds(number, position):
                 self._send(number, HoldsTotals(number, position))
@@ -243,6 +243,18 @@ class Engine:
             case actions.NoneWhole(number):
                 self.none_whole_in = number
 
+    def _contribute(self, contribution: Contribution) -> None:
+        assert self.core.view is not None
+        spans = contribution.spans
+        value = self._encoded.pop(spans, None)
+        if len(self.core.view.workers) == 1:
+            return
+        if value is None:
+            value = encode_sums([self._own[span] for span in spans], self._node.router.allocate)
+        named = tuple((span.first, span.end) for span in spans)
+        message = PartSums(contribution.view, contribution.position, named, contribution.tag, value)
+        self._send(contribution.view, message)
+
     def _adopt(self, number: int, report: Report) -> None:
         """Holds the spans of a report, also those that were received in the view before, and nothing else."""
         at = report.position
@@ -252,11 +264,13 @@ class Engine:
             if view < number and position == at
         }
         self._own = {span: self._own.get(span) or before[span] for span in report.held}
+        self._encoded.clear()
         self._received = {key: sums for key, sums in self._received.items() if key[0] >= number}
 
-    def _hold_total(self, position: int, total: Sums) -> None:
+    def _hold_total(self, position: int, total: Total) -> None:
         self._totals[position] = total
         self._own.clear()
+        self._encoded.clear()
         self._received = {key: sums for key, sums in self._received.items() if key[1] > position}
 
     def keep_totals_for(self, newcomer: str, position: int) -> None:
@@ -294,11 +308,3 @@ class Engine:
 
 def _by_view(item: tuple[tuple[int, int, Span], Sums]) -> int:
     return item[0][0]
-
-
-def _added(held: dict[Span, Sums], span: Span) -> Sums:
-    """Returns the sum of a span, along the tree."""
-    if span in held:
-        return held[span]
-    first, second = halves(span)
-    return _added(held, first) + _added(held, second)

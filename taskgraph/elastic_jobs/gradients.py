@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from taskgraph.elastic_jobs.sums import Layout, Sums
+from taskgraph.elastic_jobs.sums import Layout, Sums, empty_array
 from taskgraph.errors import StepError
+from taskgraph.graph.blocks import Allocate
 
 __all__ = ["Gradients"]
 
@@ -27,14 +28,16 @@ class Gradients:
     Args:
         leaves: name and object of each leaf of the state.
         zeros: count a gradient that a part lacks as 0.
+        allocate: gives memory for large sums.
 
     Attributes:
         parameters: name -> parameter.
     """
 
-    def __init__(self, leaves: Iterable[tuple[str, Any]], zeros: bool) -> None:
+    def __init__(self, leaves: Iterable[tuple[str, Any]], zeros: bool, allocate: Allocate) -> None:
         self.parameters: dict[str, torch.Tensor] = dict(_parameters(list(leaves)))
         self._zeros = zeros
+        self._allocate = allocate
         self._versions: dict[str, int] = {}
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
@@ -94,14 +97,33 @@ class Gradients:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for name in names:
             by_dtype.setdefault(_sum_dtype(taken[name]), []).append(taken[name])
-        return Sums(layout, [_weighted(tensors, weight, dtype) for dtype, tensors in by_dtype.items()])
+        return Sums(layout, [self._weighted(tensors, weight, dtype) for dtype, tensors in by_dtype.items()])
+
+    def _weighted(self, gradients: list[torch.Tensor], weight: float, dtype: torch.dtype) -> NDArray[Any]:
+        """Returns weight * gradients as one flat array, which is written once: that takes most of the time."""
+        devices = {gradient.device for gradient in gradients}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        size = sum(gradient.numel() for gradient in gradients)
+        array: NDArray[Any] = empty_array(size, torch.empty(0, dtype=dtype).numpy().dtype, self._allocate)
+        on_host = torch.from_numpy(array)
+        flat = on_host if device.type == "cpu" else torch.empty(size, dtype=dtype, device=device)
+        at = 0
+        for gradient in gradients:
+            there = flat[at : at + gradient.numel()]
+            torch.mul(gradient.detach().reshape(-1).to(device, dtype), weight, out=there)
+            at += gradient.numel()
+        if flat is not on_host:
+            on_host.copy_(flat)
+        return array
 
     def put(self, total: Mapping[str, Any], kind: str) -> None:
         """Puts the gradients of a total into `p.grad`; those called "gradients" divided by the sum of the weights."""
         having = total.get("parts with a gradient")
         if kind == "gradients" and not total["weight"]:
             raise StepError("the weights of part.backward are 0 in all parts, and have no mean: give one part a weight")
-        for name, gradient in total[kind].items():
+        gradients: dict[str, NDArray[Any]] = total[kind]
+        mean = _Mean(gradients.values(), total["weight"] if kind == "gradients" else None, self._allocate)
+        for name, gradient in gradients.items():
             parameter = self.parameters.get(name)
             if parameter is None or parameter.shape != gradient.shape:
                 raise StepError(
@@ -109,8 +131,33 @@ class Gradients:
                     f"such parameter here: make the same model on all workers"
                 )
             if having is None or having[name]:
-                mean = gradient / total["weight"] if kind == "gradients" else gradient
-                parameter.grad = mean.to(parameter.device, parameter.dtype)
+                parameter.grad = mean.of(gradient).to(parameter.device, parameter.dtype)
+
+
+class _Mean:
+    """Tensors of the mean gradients, in one array for each dtype.
+
+    Args:
+        gradients: their sums.
+        weight: the sum of the weights; None: take the sums as they are.
+    """
+
+    def __init__(self, gradients: Iterable[NDArray[Any]], weight: float | None, allocate: Allocate) -> None:
+        self._weight = weight
+        sizes: dict[np.dtype[Any], int] = {}
+        for gradient in gradients:
+            sizes[gradient.dtype] = sizes.get(gradient.dtype, 0) + gradient.size
+        self._left = {dtype: empty_array(size, dtype, allocate) for dtype, size in sizes.items()}
+
+    def of(self, gradient: NDArray[Any]) -> torch.Tensor:
+        flat = self._left[gradient.dtype]
+        out, self._left[gradient.dtype] = flat[: gradient.size].reshape(gradient.shape), flat[gradient.size :]
+        if self._weight is None:
+            np.copyto(out, gradient)
+        else:
+            with np.errstate(all="ignore"):
+                np.divide(gradient, self._weight, out=out)
+        return torch.from_numpy(out)
 
 
 def _sum_dtype(gradient: torch.Tensor) -> torch.dtype:
@@ -120,20 +167,6 @@ def _sum_dtype(gradient: torch.Tensor) -> torch.dtype:
 def _numpy_dtype(gradient: torch.Tensor) -> np.dtype[Any]:
     dtype: np.dtype[Any] = torch.empty(0, dtype=_sum_dtype(gradient)).numpy().dtype
     return dtype
-
-
-def _weighted(gradients: list[torch.Tensor], weight: float, dtype: torch.dtype) -> NDArray[Any]:
-    """Returns weight * gradients as one flat array, which is written once: that takes most of the time."""
-    devices = {gradient.device for gradient in gradients}
-    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-    flat = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=dtype, device=device)
-    at = 0
-    for gradient in gradients:
-        there = flat[at : at + gradient.numel()]
-        torch.mul(gradient.detach().reshape(-1).to(device, dtype), weight, out=there)
-        at += gradient.numel()
-    array: NDArray[Any] = flat.cpu().numpy()
-    return array
 
 
 def _parameters(leaves: list[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:

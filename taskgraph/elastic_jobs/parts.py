@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import leaves
-from taskgraph.elastic_jobs.sums import Sums, difference
+from taskgraph.elastic_jobs.sums import Layout, Sums, difference
 from taskgraph.errors import StepError
 from taskgraph.graph.values import encode
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.data import Data
     from taskgraph.elastic_jobs.gradients import Gradients
     from taskgraph.elastic_jobs.modules import Modules
+    from taskgraph.graph.blocks import Allocate
     from taskgraph.protocol.messages import Encoded
 
-__all__ = ["ModesKept", "Part", "Place", "Round", "pytorch_modes"]
+__all__ = ["KINDS", "ModesKept", "Part", "Place", "Round", "pytorch_modes"]
 
-_KINDS = {"mean": "gradients", "sum": "summed gradients"}
+KINDS = {"mean": "gradients", "sum": "summed gradients"}
 """`reduce` of `part.backward` -> the name of the gradients in the sums."""
 
 
@@ -68,20 +69,22 @@ class Round:
     Args:
         state: what `run.state` got.
         zeros: `unused="zero"` of `run.steps`.
+        allocate: gives memory for large sums.
     """
 
-    def __init__(self, place: Place, state: Any, zeros: bool) -> None:
+    def __init__(self, place: Place, state: Any, zeros: bool, allocate: Allocate) -> None:
         self.place = place
         self.gradients: Gradients | None = None
+        self.allocate = allocate
         self._modules: Modules | None = None
-        self._first: tuple[int, Sums] | None = None
+        self._first: tuple[int, Layout] | None = None
         self._collected: set[str] = set()
         if pytorch() is not None:
             from taskgraph.elastic_jobs.gradients import Gradients
             from taskgraph.elastic_jobs.modules import Modules
 
             found = list(leaves(state))
-            self.gradients, self._modules = Gradients(found, zeros), Modules(found, zeros)
+            self.gradients, self._modules = Gradients(found, zeros, allocate), Modules(found, zeros)
             self.gradients.begin()
             self._modules.begin()
 
@@ -102,7 +105,7 @@ class Round:
         changes = {} if self._modules is None else self._modules.take()
         sums = part.sums(changes)
         if self._first is None:
-            self._first, self._collected = (part.number, sums), part.collected.keys() | set()
+            self._first, self._collected = (part.number, sums.layout), part.collected.keys() | set()
         self._check_alike(where, sums, part.collected)
         return sums
 
@@ -127,7 +130,7 @@ class Round:
                 f"{where} collected {_names(collected)}, and part {first} {_names(self._collected)}: collect the same "
                 f"names in all parts"
             )
-        found = difference(sums.layout, of_first.layout)
+        found = difference(sums.layout, of_first)
         if found is None:
             return
         path, here, there = found
@@ -139,7 +142,7 @@ class Round:
 
     def finish(self, total: Mapping[str, Any], parts: int) -> None:
         """Puts gradients and buffers of the total where user code expects them."""
-        for kind in _KINDS.values():
+        for kind in KINDS.values():
             if kind in total:
                 assert self.gradients is not None
                 self.gradients.put(total, kind)
@@ -254,7 +257,7 @@ class Part:
         counted = float(self.size if weight is None else weight)
         if not (math.isfinite(counted) and counted >= 0):
             raise StepError(f"part.backward(weight={counted}): must be 0 or more")
-        if reduce not in _KINDS:
+        if reduce not in KINDS:
             raise StepError(f'part.backward(reduce={reduce!r}): must be "mean" or "sum"')
         before = self._trained
         if before is not None and (before.weight, before.reduce) != (counted, reduce):
@@ -273,8 +276,9 @@ class Part:
             assert self._round.gradients is not None
             tree["loss"], tree["weight"] = self._trained.loss * self._trained.weight, self._trained.weight
             trained = self._trained
-            tree |= self._round.gradients.sums(trained.taken, trained.weight, _KINDS[trained.reduce])
-        return Sums.of(tree, {self.number: self._encoded()} if self.collected else None)
+            tree |= self._round.gradients.sums(trained.taken, trained.weight, KINDS[trained.reduce])
+        collected = {self.number: self._encoded()} if self.collected else None
+        return Sums.of(tree, collected, self._round.allocate)
 
     def _encoded(self) -> Encoded:
         pytorch()
@@ -299,7 +303,7 @@ class _Backward:
 def title(path: tuple[str, ...]) -> str:
     """Names what is at a path of the sums of a part."""
     kind, names = path[0] if path else "", ".".join(path[1:])
-    if kind in _KINDS.values():
+    if kind in KINDS.values():
         return f"the gradient of {names}"
     if kind == "buffers":
         return f"the change of the buffer {names}"

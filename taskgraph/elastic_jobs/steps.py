@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
-from taskgraph.elastic_jobs.parts import Part, Place, Round, title
+from taskgraph.elastic_jobs.parts import KINDS, Part, Place, Round, title
 from taskgraph.elastic_jobs.progress import BOUNDARY, SUMMED, Progress
 from taskgraph.elastic_jobs.state import capture, check_names, check_shapes, digests, load
 from taskgraph.errors import StepError
@@ -155,7 +155,7 @@ class Step:
         progress, rows = steps.run.progress, steps.rows.of_parts(self.number)
         what = b"%d.%d" % (self.number, self.round) + (self._state if self.round == 1 else b"")
         place = Place(progress.node.spec.seed, self.number, self.round)
-        current = Round(place, steps.run.named, steps.options.zeros)
+        current = Round(place, steps.run.named, steps.options.zeros, progress.node.allocate)
         self._gradients = current.gradients
         done: tuple[int, Sums] | None = None
         while isinstance(answer := progress.ask(len(rows), what, done), int):
@@ -163,7 +163,7 @@ class Step:
             part.begin()
             yield part
             done = answer, current.close(part)
-        total = answer.tree()
+        total = answer.tree(views=KINDS.values())
         self._check_finite(answer, total)
         current.finish(total, len(rows))
         pytorch()

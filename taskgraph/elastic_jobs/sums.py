@@ -10,17 +10,19 @@ What parts collect travels with the sums, and is not added up.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.errors import JobError
+from taskgraph.graph.arrays import INLINE_BYTES, empty
+from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Layout", "Sums", "decode_sums", "difference", "encode_sums"]
+__all__ = ["Layout", "Sums", "decode_sums", "difference", "empty_array", "encode_sums"]
 
 Layout = tuple[Any, ...]
 """("n", type) of a number; ("a", library, dtype, shape) of an array; ("d", names, layouts), ("l", layouts) and
@@ -54,26 +56,42 @@ class Sums:
         self.collected = dict(collected or {})
 
     @classmethod
-    def of(cls, tree: Any, collected: Mapping[int, Encoded] | None = None) -> Sums:
-        """Copies a tree, but for the arrays of sums in it, which must not change later.
+    def of(cls, tree: Any, collected: Mapping[int, Encoded] | None = None, allocate: Allocate | None = None) -> Sums:
+        """Copies a tree, but for the arrays of sums in it, which are taken: nobody else may use them.
 
         Raises:
             JobError: something in it cannot be summed.
         """
         found = _Elements()
         layout = _take(tree, found, "")
-        return cls(layout, found.joined(), collected)
+        return cls(layout, found.joined(allocate), collected)
 
-    def __add__(self, other: Sums) -> Sums:
-        """Returns the sum of two sums of equal layout (see `difference`), of which `other` has the later parts."""
+    def add(self, other: Sums, allocate: Allocate | None = None) -> Sums:
+        """Returns the sum of two sums of equal layout (see `difference`), of which `other` has the later parts.
+
+        Uses the arrays of this sum, unless they were sent or received: then they are read-only.
+        """
         with np.errstate(all="ignore"):  # inf and nan are `nonfinite` of run.steps
-            arrays = [a + b for a, b in zip(self.arrays, other.arrays, strict=True)]
+            arrays = [_added(a, b, allocate) for a, b in zip(self.arrays, other.arrays, strict=True)]
         return Sums(self.layout, arrays, {**self.collected, **other.collected})
 
-    def tree(self) -> Any:
-        """Makes the tree. Its arrays are copies."""
+    @property
+    def is_large(self) -> bool:
+        """True if an array is too large to be encoded, sent and added up on the event loop."""
+        return any(array.nbytes >= INLINE_BYTES for array in self.arrays)
+
+    def tree(self, views: Container[str] = ()) -> Any:
+        """Makes the tree. Its arrays are copies.
+
+        Args:
+            views: names in the tree, a dict, whose arrays are read-only numpy views.
+        """
         at = {array.dtype: 0 for array in self.arrays}
-        return _made(self.layout, {array.dtype: array for array in self.arrays}, at)
+        arrays = {array.dtype: array for array in self.arrays}
+        if not views:
+            return _made(self.layout, arrays, at)
+        _, names, parts = self.layout
+        return {name: _made(part, arrays, at, copy=name not in views) for name, part in zip(names, parts, strict=True)}
 
     @property
     def all_finite(self) -> bool:
@@ -93,12 +111,29 @@ class _Elements:
         if constant:
             self._constant.add(id(flat))
 
-    def joined(self) -> list[NDArray[Any]]:
+    def joined(self, allocate: Allocate | None) -> list[NDArray[Any]]:
         """Copies them to one array for each dtype."""
         return [
-            flat[0] if len(flat) == 1 and id(flat[0]) in self._constant else np.concatenate(flat)
+            flat[0] if len(flat) == 1 and id(flat[0]) in self._constant else _concatenated(flat, allocate)
             for flat in self._found.values()
         ]
+
+
+def empty_array(size: int, dtype: np.dtype[Any], allocate: Allocate | None) -> NDArray[Any]:
+    """Makes a flat array, in memory of `allocate` if that has some."""
+    return np.empty(size, dtype) if allocate is None else empty(size, dtype, allocate)
+
+
+def _concatenated(flat: Sequence[NDArray[Any]], allocate: Allocate | None) -> NDArray[Any]:
+    whole = empty_array(sum(array.size for array in flat), flat[0].dtype, allocate)
+    np.concatenate(flat, out=whole)
+    return whole
+
+
+def _added(first: NDArray[Any], second: NDArray[Any], allocate: Allocate | None) -> NDArray[Any]:
+    out = first if first.flags.writeable else empty_array(first.size, first.dtype, allocate)
+    np.add(first, second, out=out)
+    return out
 
 
 def _take(tree: Any, found: _Elements, where: str) -> Layout:
@@ -148,20 +183,25 @@ def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
     )
 
 
-def _made(layout: Layout, arrays: dict[np.dtype[Any], NDArray[Any]], at: dict[np.dtype[Any], int]) -> Any:
+def _made(
+    layout: Layout, arrays: dict[np.dtype[Any], NDArray[Any]], at: dict[np.dtype[Any], int], copy: bool = True
+) -> Any:
     kind = layout[0]
     if kind == "d":
-        return {name: _made(part, arrays, at) for name, part in zip(layout[1], layout[2], strict=True)}
+        return {name: _made(part, arrays, at, copy) for name, part in zip(layout[1], layout[2], strict=True)}
     if kind in ("l", "t"):
-        made = [_made(part, arrays, at) for part in layout[1]]
+        made = [_made(part, arrays, at, copy) for part in layout[1]]
         return made if kind == "l" else tuple(made)
     if kind == "n":
         dtype = np.dtype({"int": np.int64, "float": np.float64, "complex": np.complex128}[layout[1]])
         return _MADE[layout[1]](_next(arrays, at, dtype, 1)[0])
     _, library, name, shape = layout
     size = int(np.prod(shape, dtype=np.int64))
-    array = _next(arrays, at, np.dtype(name), size).reshape(shape).copy()
-    return array if library == "numpy" else sys.modules["torch"].from_numpy(array)
+    array = _next(arrays, at, np.dtype(name), size).reshape(shape)
+    if not copy:
+        array.flags.writeable = False
+        return array
+    return array.copy() if library == "numpy" else sys.modules["torch"].from_numpy(array.copy())
 
 
 def _next(
@@ -206,12 +246,13 @@ def _leaves(layout: Layout, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
             yield from _leaves(part, (*path, name))
 
 
-def encode_sums(sums: Sequence[Sums]) -> Encoded:
+def encode_sums(sums: Sequence[Sums], allocate: Allocate | None = None) -> Encoded:
     """Encodes sums, which must not change later, to send them."""
     return encode(
         [[s.layout, list(s.arrays), {part: _packed(tree) for part, tree in s.collected.items()}] for s in sums],
         what="the sums of an elastic step",
         adopt=True,
+        allocate=allocate,
     )
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from taskgraph.elastic_jobs.adding import Merging, Total
 from taskgraph.elastic_jobs.sums import Sums
+from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol.messages import Encoded, StateCopy, StateDigests
 from taskgraph.protocol.records import name_of
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
 __all__ = ["Stopped", "UserCall"]
+
+
+_HAND_OVER_S: Final = 0.02
+"""Finished spans are sent after so long, though the worker has more parts to compute: its death would cost them."""
 
 
 class Stopped(BaseException):
@@ -48,6 +54,8 @@ class UserCall:
         self._start: concurrent.futures.Future[StateCopy | None] = concurrent.futures.Future()
         self._copies: list[tuple[str, asyncio.Future[StateCopy | None]]] = []  # who waits for the state
         self._dealt: list[int] = []  # parts that user code has got and not begun; used in its thread
+        self._merging: Merging | None = None  # of the parts that it has got last
+        self._handed_at = 0.0
         self._stopped = False
         self.state_wanted = False
         self.digests = StateDigests(-1, ())
@@ -59,6 +67,11 @@ class UserCall:
     @property
     def spec(self) -> JobSpec:
         return self._node.spec
+
+    @property
+    def allocate(self) -> Allocate:
+        """Allocates memory that other processes of the host can read."""
+        return self._node.router.allocate
 
     @property
     def name(self) -> str:
@@ -83,16 +96,30 @@ class UserCall:
             tag: a digest of all totals so far and of what user code asks for; equal on all workers.
             done: the part that user code has finished, if any, and what it contributes.
         """
+        threads = self._node.threads
         if done is not None:
-            self._node.threads.post(self._engine.computed, position, *done)
+            assert self._merging is not None
+            self._merging.add(*done)
+            if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
+                self._hand_over(position)
         if not self._dealt:
-            answer: concurrent.futures.Future[list[int] | Sums] = concurrent.futures.Future()
-            self._node.threads.post(self._asked, position, parts, tag, answer)
-            found = self._node.threads.block(answer, None)
-            if isinstance(found, Sums):
-                return found
+            answer: concurrent.futures.Future[list[int] | Total] = concurrent.futures.Future()
+            threads.post(self._asked, position, parts, tag, answer)
+            found = threads.block(answer, None)
+            if isinstance(found, Total):
+                return found.sums()
             self._dealt = found
+            self._merging = Merging(found, parts, self.allocate)
+            self._handed_at = threads.clock()
         return self._dealt.pop(0)
+
+    def _hand_over(self, position: int) -> None:
+        """Gives the engine the spans that are added up."""
+        assert self._merging is not None
+        finished = self._merging.take(to_send=len(self.workers) > 1)
+        if finished is not None:
+            self._node.threads.post(self._engine.computed, position, finished)
+            self._handed_at = self._node.threads.clock()
 
     def first_state(self) -> StateCopy | None:
         """Waits until user code may begin. Returns the state to begin with; None: its own."""

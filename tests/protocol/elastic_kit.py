@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 
 from taskgraph.protocol.elastic import worker as core
-from taskgraph.protocol.elastic.tree import Span, halves
+from taskgraph.protocol.elastic.tree import Span, cover, halves
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker
 
@@ -49,7 +49,7 @@ class Peer:
     totals: list[str] = field(default_factory=list)
     user: int = 0  # the position that user code is at
     begun: int = -1  # the last position that user code has begun
-    hand: tuple[int, int, str] | None = None  # position, part, instance of a part that user code computes
+    hand: tuple[int, dict[Span, str]] | None = None  # position and sums of the parts that user code computes
     ended: bool = False
     calls: int = 0
     outvoted: tuple[str, ...] = ()
@@ -219,12 +219,12 @@ class World:
     def run_user(self, peer: Peer) -> None:
         worker = peer.core
         if peer.hand is not None:
-            position, part, instance = peer.hand
+            position, sums = peer.hand
             peer.hand = None
             if position == worker.position and worker.phase != Phase.OUTSIDE:
-                peer.own[Span(part, part + 1)] = instance
-            self.note(f"{peer.name} finished part {part} of {position}")
-            worker.computed(position, part)
+                peer.own |= sums
+            self.note(f"{peer.name} finished {', '.join(map(str, sums))} of {position}")
+            worker.computed(position, tuple(sums))
         elif peer.user < worker.position:
             peer.user += 1
         elif peer.user == self.steps:
@@ -236,11 +236,12 @@ class World:
             self.note(f"{peer.name} is at {peer.user}")
             lie = f"wrong {peer.name}" if peer.name in self.liars and peer.user == self.steps - 1 else ""
             worker.begin(self.parts, f"{'|'.join(peer.totals)}{lie}".encode())
-        elif taken := worker.take_parts(1):
-            part = taken[0]
+        elif taken := worker.take_parts(self.rng.choice((1, 2, None))):
             peer.calls += 1
-            self.note(f"{peer.name} begins part {part} of {worker.position}")
-            peer.hand = worker.position, part, f"{part}{peer.name}{peer.calls}"
+            self.note(f"{peer.name} begins parts {taken} of {worker.position}")
+            leaves = {Span(part, part + 1): f"{part}{peer.name}{peer.calls}" for part in taken}
+            sums = {span: self.added(leaves, span) for span in cover(taken, self.parts)}
+            peer.hand = worker.position, sums
         self.carry_out(peer)
 
     def carry_out(self, peer: Peer) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from taskgraph.elastic_jobs import adding as adding_module
 from taskgraph.elastic_jobs import engine as engine_module
 from taskgraph.elastic_jobs import joining as joining_module
 from taskgraph.elastic_jobs import node as node_module
@@ -161,16 +162,16 @@ def _with_a_wrong_state(give: Callable[..., None], self: UserCall, step: int, *a
 
 @plant
 def a_range_is_summed_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    def added(held: dict[Span, Sums], span: Span) -> Sums:
+    def added(held: dict[Span, Sums], span: Span, allocate: Any = None) -> Sums:
         if span in held:
             return held[span]
         pieces = [held[known] for known in sorted(held)]
         total = pieces[0]
         for piece in pieces[1:]:
-            total = total + piece
+            total = total.add(piece)
         return total
 
-    patch.setattr(engine_module, "_added", added)
+    patch.setattr(adding_module, "add_up", added)
 
 
 @plant

@@ -204,11 +204,12 @@ class _Round:
         kept = {
             span
             for span in self.own
-            if outcome.sources.get(span) == me or (span.end - span.first == 1 and outcome.begun.get(span.first) == me)
+            if outcome.sources.get(span) == me or all(outcome.begun.get(part) == me for part in span.parts)
         }
         dropped = tuple(sorted(self.own - kept))
         self.own = kept
         self.begun &= {part for part, worker in outcome.begun.items() if worker == me}
+        self.begun.difference_update(part for span in dropped for part in span.parts)
         return dropped
 
     def deal(self, due: dict[str, frozenset[int]], me: str) -> None:
@@ -217,6 +218,11 @@ class _Round:
         self.targets = cover(due[me], self.parts)
         held = {part for span in self.own for part in span.parts}
         self.waiting = sorted(due[me] - held - self.begun)
+
+    def compute_again(self, span: Span, me: str) -> None:
+        """Drops a span of which some parts have another source: this worker computes the others anew."""
+        self.begun.difference_update(span.parts)
+        self.waiting = sorted({*self.waiting, *(self.due[me] & {*span.parts})})
 
     def add(self, span: Span) -> list[Span]:
         """Holds a span. Returns the spans that its sum completes, each after its halves."""
@@ -438,20 +444,24 @@ class Worker:
         self._round.begun.update(taken)
         return taken
 
-    def computed(self, position: int, part: int) -> None:
-        """User code has finished a part."""
+    def computed(self, position: int, spans: Iterable[Span]) -> None:
+        """User code has finished the parts of these spans, and added each span up."""
+        known = self._round
         if position != self.position or self.phase == Phase.OUTSIDE:
             return
-        span = Span(part, part + 1)
-        if part in self._round.waiting:  # it was dealt to this worker again meanwhile
-            self._round.waiting.remove(part)
-        if not self._round.due:
-            self._round.own.add(span)  # the outcome of the flush says whether it is kept
-        elif part in self._round.due[self._me]:
-            self._merge(span)
-            self._contribute([target for target in self._round.targets if part in target.parts])
-        else:
-            self._actions.append(Drop((span,)))
+        finished: set[int] = set()
+        for span in spans:
+            if not known.due:
+                known.own.add(span)  # the outcome of the flush says whether it is kept
+            elif known.due[self._me].issuperset(span.parts):
+                known.waiting = [part for part in known.waiting if part not in span.parts]  # dealt again meanwhile
+                self._merge(span)
+                finished.update(span.parts)
+            else:
+                known.compute_again(span, self._me)
+                self._actions.append(Drop((span,)))
+        if finished:
+            self._contribute([target for target in known.targets if not finished.isdisjoint(target.parts)])
 
     def _merge(self, span: Span) -> None:
         self._actions += [Merge(merged) for merged in self._round.add(span)]

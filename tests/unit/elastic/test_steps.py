@@ -355,7 +355,7 @@ def test_sums_travel_with_what_was_collected() -> None:
     tree = {"a": 1, "b": [np.arange(3, dtype=np.float32), 2.5], "c": Sums.of({"d": np.ones(2)})}
     first = Sums.of(tree, {0: encode({"x": np.arange(5000)})})
     second = Sums.of(tree, {1: encode({"x": "y"})})
-    [total] = decode_sums(encode_sums([first + second]))
+    [total] = decode_sums(encode_sums([first.add(second)]))
     made = total.tree()
     assert (made["a"], made["b"][1]) == (2, 5.0)
     assert np.array_equal(made["b"][0], [0, 2, 4]) and np.array_equal(made["c"]["d"], [2, 2])

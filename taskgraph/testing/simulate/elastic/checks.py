@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from taskgraph.elastic_jobs.adding import Total
 from taskgraph.elastic_jobs.engine import chained
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.protocol.elastic.tree import Span
@@ -108,9 +109,9 @@ class Checks:
     def _watch_engine(self, node: ElasticNode, engine: Engine) -> None:
         hold, catch_up, stable = engine._hold_total, engine.catch_up, engine._stable
 
-        def held(position: int, total: Sums) -> None:
+        def held(position: int, total: Total) -> None:
             hold(position, total)
-            self._note(node, position, total)
+            self._note(node, position, total.sums())
 
         def caught_up(position: int, totals: Sequence[Sums]) -> None:
             for at, total in enumerate(totals, position):

@@ -1,0 +1,101 @@
+"""Sums of spans of parts, added up along the tree (`protocol.elastic.tree`), off the event loop.
+
+User code's thread adds up the parts that it computes (`Merging`), and the total when it asks for it (`Total`). Large
+sums are in the transport's memory, so that other processes of the host read them without a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from taskgraph.elastic_jobs.sums import Sums, encode_sums
+from taskgraph.graph.blocks import Allocate
+from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
+from taskgraph.protocol.messages import Encoded
+
+__all__ = ["Finished", "Merging", "Total", "add_up"]
+
+
+def add_up(held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = None) -> Sums:
+    """Returns the sum of a span, along the tree, in the memory of a sum that was not sent, or in new memory."""
+    if span in held:
+        return held[span]
+    first, second = halves(span)
+    return add_up(held, first, allocate).add(add_up(held, second, allocate), allocate)
+
+
+class Total:
+    """A total that is added up when it is first wanted, in any thread."""
+
+    def __init__(self, held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = None) -> None:
+        self._held = held
+        self._span = span
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._sums: Sums | None = None
+
+    @classmethod
+    def of(cls, sums: Sums) -> Total:
+        """Makes one that is added up already."""
+        return cls({Span(0, 1): sums}, Span(0, 1))
+
+    def sums(self) -> Sums:
+        with self._lock:
+            if self._sums is None:
+                self._sums = add_up(self._held, self._span, self._allocate)
+                self._held = {}
+            return self._sums
+
+
+class Finished(NamedTuple):
+    """Parts that user code has finished.
+
+    Attributes:
+        sums: span -> its sum.
+        value: the sums encoded, in the order of the spans, if they are large: that takes a while.
+    """
+
+    sums: dict[Span, Sums]
+    value: Encoded | None
+
+
+class Merging:
+    """The sums of the parts that user code has got, while it computes them.
+
+    Args:
+        dealt: these parts.
+        of: the number of all parts.
+    """
+
+    def __init__(self, dealt: Collection[int], of: int, allocate: Allocate) -> None:
+        self._of = of
+        self._targets = cover(frozenset(dealt), of)
+        self._allocate = allocate
+        self._held: dict[Span, Sums] = {}
+
+    def add(self, part: int, sums: Sums) -> None:
+        """Adds the sum of a part."""
+        span = Span(part, part + 1)
+        self._held[span] = sums
+        while span not in self._targets:
+            above = parent(span, self._of)
+            assert above is not None
+            first, second = halves(above)
+            if not (first in self._held and second in self._held):
+                return
+            self._held[above] = self._held.pop(first).add(self._held.pop(second), self._allocate)
+            span = above
+
+    def take(self, to_send: bool) -> Finished | None:
+        """Takes what is added up; None: no span of the tree is.
+
+        Args:
+            to_send: encode large sums.
+        """
+        sums = {span: self._held.pop(span) for span in self._targets if span in self._held}
+        if not sums:
+            return None
+        large = to_send and any(each.is_large for each in sums.values())
+        return Finished(sums, encode_sums(list(sums.values()), self._allocate) if large else None)
