@@ -251,8 +251,8 @@ class Follower:
         """Takes commits from the leader itself: they are too many for etcd."""
         last = -1
         while True:
-            await self.keeper.wait_until(lambda v: v.primary_node(0) in v.nodes, structure=True)
-            node = self.view.primary_node(0)
+            await self.keeper.wait_until(lambda v: v.leading_node in v.nodes, structure=True)
+            node = self.view.leading_node
             assert node is not None
             commits = self._commits(self.view.nodes[node].record, last, on_event)
             async with alongside(self._other_leader(node), commits) as (changed, streaming):
@@ -262,7 +262,7 @@ class Follower:
                     await asyncio.sleep(_RETRY_S)
 
     async def _other_leader(self, node: str) -> None:
-        await self.keeper.wait_until(lambda view: view.primary_node(0) != node, structure=True)
+        await self.keeper.wait_until(lambda view: view.leading_node != node, structure=True)
 
     async def _commits(self, record: NodeRecord, last: int, on_event: Callable[[Event], None]) -> int:
         try:

@@ -188,7 +188,9 @@ async def arun(
     async with AsyncExitStack() as stack:
         shown = None
         if progress:
-            shown = await stack.enter_async_context(JobProgress(job.name, job.tasks, job.epochs, job.backups))
+            shown = await stack.enter_async_context(
+                JobProgress(job.name, job.tasks, job.epochs, job.backups, elastic=job.elastic is not None)
+            )
             hooks = Hooks(shown.event, lambda follower, nodes: shown.follow(follower.view))
         hooks = hooks or Hooks()
         if nodes == 0:

@@ -61,6 +61,7 @@ class Progress:
         epochs: int | None,
         backups: int = 0,
         *,
+        elastic: bool = False,
         out: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,6 +69,7 @@ class Progress:
         self._tasks = tasks
         self._epochs = epochs
         self._backups = backups
+        self._elastic = elastic
         self._out = out or sys.stderr
         self._live = takes_codes(self._out)
         self._has_few_epochs = epochs is not None and epochs <= _FEW
@@ -167,6 +169,10 @@ class Progress:
             self._print_event(min(event.at for event in events), whose + text)
 
     @property
+    def _unit(self) -> str:
+        return "step" if self._elastic or (self._view is not None and self._view.workers is not None) else "epoch"
+
+    @property
     def _is_moving(self) -> bool:
         """True while tasks move because a node failed."""
         return bool(self._failed) or self._clock() < self._settled_at
@@ -221,7 +227,7 @@ class Progress:
 
     def _print_numbers(self, epoch: int, numbers: Mapping[str, str | int | float]) -> None:
         self._printed.append(epoch)
-        self._write(f"epoch {epoch}{last_text(self._epochs)}{one_line(numbers_text(numbers))}\n")
+        self._write(f"{self._unit} {epoch}{last_text(self._epochs)}{one_line(numbers_text(numbers))}\n")
 
     def _flush_delayed(self) -> None:
         if self._delayed is not None:
@@ -271,9 +277,11 @@ class Progress:
         parts = [self._name]
         view = self._view
         if self._epoch >= 0:
-            parts += [f"epoch {self._epoch}{last_text(self._epochs)}", f"{self._epochs_per_s():.1f}/s"]
-        elif view is None or not view.primaries:
+            parts += [f"{self._unit} {self._epoch}{last_text(self._epochs)}", f"{self._epochs_per_s():.1f}/s"]
+        elif view is None or (not view.primaries and view.workers is None):
             parts.append("starting")
+        elif view.workers is not None:
+            parts.append(f"no report of a step yet  {counted(len(view.workers.record.workers), 'worker')}")
         if view is not None and view.epoch is not None and not self._job_over:  # nodes leave when the job is over
             nodes = sum(node not in view.gone for node in view.nodes)
             ready = sum(1 for task in range(self._tasks) if len(holders(view, task)) > self._backups)

@@ -297,6 +297,11 @@ class JobView:
         primary = self.primaries.get(task)
         return primary.record.node if primary else None
 
+    @property
+    def leading_node(self) -> str | None:
+        """The node that reports commits: task 0's primary, or the most senior living worker, which reports steps."""
+        return self.primary_node(0) if self.workers is None else self.result_holders().get(0)
+
     def result_holders(self) -> dict[int, str]:
         """task -> the node that gives its result: its primary; the most senior living worker of an elastic job."""
         if self.workers is not None:

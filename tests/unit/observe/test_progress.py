@@ -12,7 +12,7 @@ from taskgraph.observe.format import holders
 from taskgraph.observe.progress import Progress, numbers_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
-from taskgraph.protocol.records import EpochRecord, MemberRecord, NodeRecord, PrimaryRecord, StatusRecord
+from taskgraph.protocol.records import EpochRecord, MemberRecord, NodeRecord, PrimaryRecord, StatusRecord, WorkersRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.results import EpochReport
 
@@ -247,6 +247,31 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     progress.end()
     progress.tick()
     assert out.getvalue().endswith("\n"), "the prompt that follows has a line of its own"
+
+
+def test_elastic_job_shows_steps() -> None:
+    out, keys, view = Screen(terminal=True), Keys("fit"), JobView("fit")
+    progress = Progress("fit", 1, None, out=out, clock=Clock())
+    progress.follow(view)
+    assert progress.text() == "fit  starting"
+    records = (
+        (keys.epoch, EpochRecord(epoch=0, attempt=1)),
+        (keys.workers, WorkersRecord(number=0, lineage=0, workers=(("n1-1", 0), ("n2-2", 0)))),
+        *((keys.node(node), NodeRecord(node=node, name=node[:2], host="h", pid=1)) for node in ("n1-1", "n2-2")),
+    )
+    for revision, (key, record) in enumerate(records, 1):
+        view.apply(KeyValue(key, record.to_bytes(), mod_revision=revision, create_revision=revision), revision)
+    assert progress.text() == "fit  no report of a step yet  2 workers"
+    progress.event(commit(7, loss=0.5))
+    assert progress.text() == "fit  step 7  0.0/s  2 nodes  loss=0.5"
+    assert view.leading_node == "n1-1"
+
+
+def test_elastic_job_in_this_process_shows_steps() -> None:
+    out = Screen(terminal=False)
+    progress = Progress("fit", 1, None, elastic=True, out=out)
+    progress.event(commit(3, loss=0.5))
+    assert out.lines == ["step 3  loss=0.5"]
 
 
 def test_on_a_terminal_a_fast_job_does_not_write_every_epoch() -> None:
