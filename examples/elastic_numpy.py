@@ -44,8 +44,9 @@ def first_means(x: Array) -> Array:
 
 def log_densities(x: Array, weights: Array, means: Array, variances: Array) -> Array:
     """Log of weight times density of each component at each point, shape (points, components)."""
-    squares = ((x[:, None] - means) ** 2 / variances).sum(axis=2)
-    return np.log(weights) - np.log(2 * np.pi * np.sqrt(variances.prod(axis=1))) - squares / 2
+    squares: Array = ((x[:, None] - means) ** 2 / variances).sum(axis=2)
+    constant: Array = np.log(weights) - np.log(2 * np.pi * np.sqrt(variances.prod(axis=1)))
+    return constant - squares / 2
 
 
 @tg.elastic
@@ -79,7 +80,11 @@ def mixture(run: tg.Run, points: int = 20_000, tolerance: float = 1e-6, steps: i
         step.report(likelihood=s.likelihood)
         if s.likelihood - before < tolerance:
             break  # all workers do: the likelihood is made of totals
-    return {"largest error of a mean": error(s.means), "steps": step.number + 1, "checksum": checksum(s.weights, s.means, s.variances)}
+    return {
+        "largest error of a mean": error(s.means),
+        "steps": step.number + 1,
+        "checksum": checksum(s.weights, s.means, s.variances),
+    }
 
 
 def error(means: Array) -> float:

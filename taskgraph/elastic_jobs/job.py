@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
+from taskgraph.elastic_jobs.libraries import pytorch_threads
 from taskgraph.elastic_jobs.seeding import Turn, seed_generators
 from taskgraph.errors import JobError
 from taskgraph.jobs import ElasticCall, Job, JobFunction
@@ -106,9 +107,10 @@ def _in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(run: Run, **arguments: Any) -> Any:
-        with turn.taken():
+        spec = run.progress.node.spec
+        with turn.taken(), pytorch_threads(spec.setting("blas_threads")):
             run.progress.turn = turn
-            seed_generators(run.progress.node.spec.seed)
+            seed_generators(spec.seed)
             value = function(run, **arguments)
             run.check_over()
             return value

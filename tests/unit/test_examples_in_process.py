@@ -30,6 +30,7 @@ ALL = [
     "gpu_kmeans",
     "gpu_regression",
 ]
+ELASTIC = ["elastic_readme", "elastic_numpy", "elastic_torch"]
 STAGES = ["compose", "processor", "sync", "snapshot", "done", "commit", "committed"]
 
 
@@ -231,7 +232,7 @@ def test_examples_keep_all_state_in_snapshots(example: str) -> None:
     assert not [event.text for event in events if event.kind == "unheld"]
 
 
-@pytest.mark.parametrize("example", ALL)
+@pytest.mark.parametrize("example", [*ALL, *ELASTIC])
 def test_examples_name_their_command(example: str) -> None:
     text = (EXAMPLES / f"{example}.py").read_text()
     assert f"taskgraph run examples/{example}.py --nodes 4" in text.split('"""')[1]

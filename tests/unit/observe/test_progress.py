@@ -249,24 +249,6 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     assert out.getvalue().endswith("\n"), "the prompt that follows has a line of its own"
 
 
-def test_elastic_job_shows_steps() -> None:
-    out, keys, view = Screen(terminal=True), Keys("fit"), JobView("fit")
-    progress = Progress("fit", 1, None, out=out, clock=Clock())
-    progress.follow(view)
-    assert progress.text() == "fit  starting"
-    records = (
-        (keys.epoch, EpochRecord(epoch=0, attempt=1)),
-        (keys.workers, WorkersRecord(number=0, lineage=0, workers=(("n1-1", 0), ("n2-2", 0)))),
-        *((keys.node(node), NodeRecord(node=node, name=node[:2], host="h", pid=1)) for node in ("n1-1", "n2-2")),
-    )
-    for revision, (key, record) in enumerate(records, 1):
-        view.apply(KeyValue(key, record.to_bytes(), mod_revision=revision, create_revision=revision), revision)
-    assert progress.text() == "fit  no report of a step yet  2 workers"
-    progress.event(commit(7, loss=0.5))
-    assert progress.text() == "fit  step 7  0.0/s  2 nodes  loss=0.5"
-    assert view.leading_node == "n1-1"
-
-
 def test_elastic_job_in_this_process_shows_steps() -> None:
     out = Screen(terminal=False)
     progress = Progress("fit", 1, None, elastic=True, out=out)
@@ -336,6 +318,25 @@ def running(*nodes: str) -> JobView:
     view = JobView("fit")
     view.reset(9, [KeyValue(key, value, 1, 1, 0) for key, value in values.items()])
     return view
+
+
+def test_elastic_job_shows_steps() -> None:
+    keys, view = Keys("fit"), JobView("fit")
+    progress = Progress("fit", 1, None, out=Screen(terminal=True), clock=Clock())
+    progress.follow(view)
+    assert progress.text() == "fit  starting"
+    nodes = running("n1", "n2").nodes
+    values = {
+        keys.status: StatusRecord(state="running"),
+        keys.epoch: EpochRecord(epoch=0, attempt=1, writer="w"),
+        keys.workers: WorkersRecord(number=0, lineage=0, workers=(("n2", 0), ("n1", 0)), writer="w"),
+        **{keys.node(node): known.record for node, known in nodes.items()},
+    }
+    view.reset(9, [KeyValue(key, record.to_bytes(), 1, 1, 0) for key, record in values.items()])
+    assert progress.text() == "fit  no report of a step yet  2 workers"
+    progress.event(commit(7, loss=0.5))
+    assert progress.text() == "fit  step 7  0.0/s  2 nodes  loss=0.5"
+    assert view.leading_node == "n2"
 
 
 def test_setting_up_counts_tasks() -> None:
