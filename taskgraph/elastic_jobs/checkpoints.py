@@ -19,17 +19,22 @@ from taskgraph.protocol.messages import Encoded, Stamp, StateCopy
 from taskgraph.protocol.records import CheckpointRecord
 
 if TYPE_CHECKING:
+    from taskgraph.checkpoint.places import Place
     from taskgraph.elastic_jobs.interface import WorkerNode
 
 __all__ = ["Checkpoints"]
 
 
 class Checkpoints:
-    """The checkpoints of one elastic job, as one worker reads and writes them."""
+    """The checkpoints of one elastic job, as one worker reads and writes them.
 
-    def __init__(self, node: WorkerNode) -> None:
+    Args:
+        place: where they are; None: the place of the job's URL.
+    """
+
+    def __init__(self, node: WorkerNode, place: Place | None) -> None:
         self._node = node
-        self._reader = CheckpointReader(node, node.file_threads)
+        self._reader = CheckpointReader(node, node.file_threads, place)
 
     async def read(self) -> StateCopy | None:
         """Returns the state of the checkpoint that the pointer names; None if there is none.

@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 from msgspec import structs
 
+from taskgraph.checkpoint.places import Place
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.differing import Differences
 from taskgraph.elastic_jobs.engine import Engine
@@ -33,6 +34,7 @@ from taskgraph.node.life import LifeArguments
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.elastic import transactions
@@ -64,12 +66,14 @@ __all__ = ["ElasticNode"]
 class ElasticNode(WorkerNode):
     """One node of one elastic job. `run` it once."""
 
-    def __init__(self, **arguments: Unpack[LifeArguments]) -> None:
+    def __init__(
+        self, *, file_threads: Threads | None = None, place: Place | None = None, **arguments: Unpack[LifeArguments]
+    ) -> None:
         super().__init__(**arguments)
-        self.file_threads = self.threads
+        self.file_threads = file_threads or self.threads
         self.serving = self._serve
         self.draining_state = Leaving(self)
-        self.checkpoints = Checkpoints(self)
+        self.checkpoints = Checkpoints(self, place)
         self.suspicion = Suspicion(
             self, self._workers, unproved=lambda: self.registration.unproved, changed=self._changed
         )

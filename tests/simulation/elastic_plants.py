@@ -6,6 +6,7 @@ node.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from taskgraph.elastic_jobs import adding as adding_module
 from taskgraph.elastic_jobs import engine as engine_module
 from taskgraph.elastic_jobs import joining as joining_module
 from taskgraph.elastic_jobs import node as node_module
+from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.engine import Engine
 from taskgraph.elastic_jobs.joining import Joining
 from taskgraph.elastic_jobs.node import ElasticNode
@@ -284,6 +286,38 @@ def a_newcomer_asks_one_worker_alone_to_keep_totals(patch: pytest.MonkeyPatch) -
     _call = Joining._call
     patch.setattr(Joining, "_call", call)
     patch.setattr(joining_module, "encode_sums", engine_module.encode_sums, raising=False)
+
+
+@plant
+def a_checkpoint_has_a_state_that_is_not_stable(patch: pytest.MonkeyPatch) -> None:
+    def copied_state(copied: Callable[..., Any], self: UserCall, newcomer: str = "") -> Any:
+        return copied(self, newcomer) if newcomer else _copied(self)
+
+    async def _copied(self: UserCall) -> StateCopy | None:
+        copy: asyncio.Future[StateCopy | None] = asyncio.get_running_loop().create_future()
+        self._copies.append(("", copy))
+        self.state_wanted = True
+        return await copy
+
+    _changed(patch, UserCall, "copied_state", copied_state)
+
+
+@plant
+def a_checkpoint_is_read_without_its_reports(patch: pytest.MonkeyPatch) -> None:
+    async def read(self: Checkpoints) -> StateCopy | None:
+        copy = await _read(self)
+        return None if copy is None else structs.replace(copy, reports=())
+
+    _read = Checkpoints.read
+    patch.setattr(Checkpoints, "read", read)
+
+
+@plant
+def a_return_begins_at_the_first_step(patch: pytest.MonkeyPatch) -> None:
+    async def read(self: Checkpoints) -> StateCopy | None:
+        return None
+
+    patch.setattr(Checkpoints, "read", read)
 
 
 @plant

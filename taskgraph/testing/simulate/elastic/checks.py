@@ -23,7 +23,7 @@ from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.view import JobView
-from taskgraph.testing.simulate.elastic.workload import Values, Workload, total_of
+from taskgraph.testing.simulate.elastic.workload import Values, Workload, stepped, total_of
 from taskgraph.testing.simulate.runs import Violation
 
 if TYPE_CHECKING:
@@ -212,14 +212,28 @@ class Checks:
         if missing := [at for at in range(positions) if at not in self.out]:
             raise Violation(f"E3: it finished, and the total at {missing[0]} was not stable")
 
+    def check_checkpoint(self, pointed: int, position: int, weights: Any) -> None:
+        """A checkpoint of so many totals is pointed to."""
+        if pointed != position:
+            raise Violation(f"it holds {position} totals, and its pointer says {pointed}")
+        if missing := [at for at in range(position) if at not in self.out]:
+            raise Violation(f"the total at {missing[0]} was not stable")
+        if weights.tobytes() != self._weights(position).tobytes():
+            raise Violation("its state does not follow from the totals that were given out")
+
+    def _weights(self, positions: int) -> Values:
+        """Computes the state after so many of the totals that were given out."""
+        weights = self._workload.first_weights()
+        for at in range(positions):
+            weights = stepped(weights, self._totals[self.out[at]]["values"])
+        return weights
+
     def check_result(self, result: JobResult) -> None:
         """The result is that of the totals that were given out."""
         work, plan = self._workload, self._workload.plan
         totals = [self._totals[self.out[at]] for at in range(work.positions)]
         self._check_rows(totals)
-        weights: Any = np.zeros_like(totals[0]["values"])
-        for total in totals:
-            weights = np.float32(0.9) * weights - np.float32(0.001) * total["values"]
+        weights = self._weights(work.positions)
         value: Any = result.values[0]
         if value.tobytes() != weights.tobytes():
             raise Violation("E3: the value does not follow from the totals that were given out")

@@ -10,7 +10,7 @@ from taskgraph.testing.simulate.elastic.world import ElasticProcess, ElasticWorl
 from taskgraph.testing.simulate.faults import Faults
 from taskgraph.testing.simulate.world import SimNode, World
 
-__all__ = ["KINDS", "ElasticFaults", "draw"]
+__all__ = ["KINDS", "ElasticFaults", "draw", "draw_around_checkpoints"]
 
 KINDS = {
     "crash": 12,
@@ -58,6 +58,10 @@ _JOIN_MOMENTS = (
     "after view", "message WorkerReport", "sending Totals", "message Totals",
 )  # fmt: skip
 
+_CHECKPOINT_MOMENTS = (
+    "sending checkpoint", "before checkpoint", "after checkpoint", "after checkpoint", "place listed", "place cleared",
+)  # fmt: skip
+
 _OVERTAKEN_BY = {"sending view": ("view", "view", "gone", "register"), "sending end": ("view", "gone")}
 """Writes that arrive late -> writes right before them that must make them fail."""
 
@@ -70,6 +74,17 @@ def draw(rng: random.Random) -> list[Fault]:
         faults[-1].kind = "join"
     if rng.random() < 0.6:
         faults += rng.choice((_changes_that_meet, _taken_for_lost, _donor_that_dies, _half_told, _half_told))(rng)
+    return faults
+
+
+def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
+    """Draws faults of a seed whose job has checkpoints."""
+    faults = []
+    for _ in range(rng.choice((0, 1, 2, 3))):
+        fault = _draw_one(rng, follows=True)
+        fault.kind = rng.choice(("massacre", "massacre", "place slow", "place full", "crash", "freeze", "etcd cut"))
+        fault.moment, fault.count = rng.choice(_CHECKPOINT_MOMENTS), rng.choice((1, 1, 2, 3))
+        faults.append(fault)
     return faults
 
 
@@ -183,8 +198,8 @@ class ElasticFaults(Faults):
         return cast(SimNode, chosen)
 
     def _is_survivable(self, *victims: SimNode) -> bool:
-        """True if a worker that holds the totals stays."""
-        if self.ruthless:
+        """True if a worker that holds the totals stays, or the job has a checkpoint."""
+        if self.ruthless or self._elastic.view.checkpoint is not None:
             return True
         staying = [
             known

@@ -10,7 +10,7 @@ import traceback
 
 import taskgraph as tg
 from taskgraph.protocol.records import State
-from taskgraph.testing.simulate.elastic.faults import ElasticFaults, draw
+from taskgraph.testing.simulate.elastic.faults import ElasticFaults, draw, draw_around_checkpoints
 from taskgraph.testing.simulate.elastic.workload import Workload
 from taskgraph.testing.simulate.elastic.world import ElasticWorld
 from taskgraph.testing.simulate.loop import SimLoop, SimulationHalted, own_time
@@ -65,14 +65,19 @@ def _settings(rng: random.Random) -> tg.Settings:
 
 async def _run(outcome: Outcome) -> None:
     rng = random.Random(f"elastic {outcome.seed}")
+    keeps = random.Random(f"checkpoints of {outcome.seed}")
     workload = Workload.draw(rng)
+    if outcome.seed % 5 in (1, 3):
+        workload.checkpoint_every_s = keeps.choice((0.05, 0.3, 1.0))
     pace = Pace.draw(outcome.seed, own_time)
-    world = ElasticWorld(workload, _settings(rng), rng, pace)
+    world = ElasticWorld(workload, _settings(rng), rng, pace, keeps)
     nodes = rng.choice((1, 2, 2, 3, 3, 4))
     outcome.transcript = world.transcript
     outcome.described = ", ".join([workload.text, f"{nodes} nodes", *(what for what, so in pace.has.items() if so)])
     ruthless = rng.random() < RUTHLESS_SHARE
     faults = ElasticFaults(world, draw(rng), random.Random(rng.getrandbits(64)), ruthless=ruthless)
+    if workload.checkpoint_every_s is not None:
+        faults.add(draw_around_checkpoints(keeps))
     world.loop.set_exception_handler(
         lambda _, context: world.fail(Violation(f"not handled: {context.get('message')} {context.get('exception')!r}"))
     )
@@ -133,6 +138,8 @@ async def _judge(world: ElasticWorld) -> str:
         return "finished"
     if world.whole_at_failure:
         raise Violation(f"the job failed, and {world.whole_at_failure} could go on: {status.reason}")
+    if world.view.checkpoint is not None:
+        raise Violation(f"the job failed, and has a checkpoint: {status.reason}")
     return "lost"
 
 

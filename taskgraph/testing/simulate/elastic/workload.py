@@ -23,9 +23,10 @@ from taskgraph.jobs import ElasticCall, Job
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.testing.simulate.elastic.threads import process_here, sleep
 
-__all__ = ["Recorder", "Workload", "total_of"]
+__all__ = ["PLACE", "Recorder", "Workload", "stepped", "total_of"]
 
 Values = NDArray[np.float32]
+PLACE = "file:///simulated"
 
 _WIDTH = 3
 _MOST_S = 12.0
@@ -66,6 +67,7 @@ class Workload:
         rounds: sums within a step.
         erratic: each computation of a part gives other values.
         slow: node -> how much longer its parts take.
+        checkpoint_every_s: time between two checkpoints; None: there are none.
     """
 
     seed: int
@@ -77,6 +79,7 @@ class Workload:
     erratic: bool
     compute_s: float
     slow: dict[str, float] = field(default_factory=dict)
+    checkpoint_every_s: float | None = None
 
     @classmethod
     def draw(cls, rng: random.Random) -> Workload:
@@ -97,7 +100,9 @@ class Workload:
     @property
     def text(self) -> str:
         kind = "erratic " if self.erratic else ""
-        return f"{self.plan.steps} {kind}steps of {self.parts} parts" + (" in 2 rounds" if self.rounds > 1 else "")
+        rounds = " in 2 rounds" if self.rounds > 1 else ""
+        keeps = "" if self.checkpoint_every_s is None else f", a checkpoint every {self.checkpoint_every_s} s"
+        return f"{self.plan.steps} {kind}steps of {self.parts} parts{rounds}{keeps}"
 
     @property
     def plan(self) -> Rows:
@@ -109,8 +114,18 @@ class Workload:
         return self.plan.steps * self.rounds
 
     def job(self, recorder: Recorder, settings: tg.Settings) -> Job:
-        call = ElasticCall(_train, {"workload": self, "recorder": recorder}, lambda: ElasticNode)
-        return Job(tasks=1, builder=_NoTask, backups=0, settings=settings, seed=self.seed, name="job", _elastic=call)
+        every_s = self.checkpoint_every_s
+        arguments = {"workload": self, "recorder": recorder}
+        return Job(
+            tasks=1,
+            builder=_NoTask,
+            backups=0,
+            settings=settings,
+            seed=self.seed,
+            name="job",
+            checkpoint=None if every_s is None else PLACE,
+            _elastic=ElasticCall(_train, arguments, lambda: ElasticNode, every_s or 60.0),
+        )
 
     def values(self, position: int, part: int, rows: NDArray[np.int64], weights: Values) -> Values:
         """Computes a part: values of such different sizes that their sum depends on the order."""
@@ -120,12 +135,16 @@ class Workload:
 
     def expected(self) -> Values:
         """Computes the value of an undisturbed run, if the job is not erratic."""
-        plan, weights = self.plan, np.zeros(_WIDTH, np.float32)
+        plan, weights = self.plan, self.first_weights()
         for position in range(self.positions):
             rows = plan.of_parts(position // self.rounds)
             values = {part: self.values(position, part, rows[part], weights) for part in range(len(rows))}
             weights = stepped(weights, total_of(values, Span(0, len(rows))))
         return weights
+
+    @staticmethod
+    def first_weights() -> Values:
+        return np.zeros(_WIDTH, np.float32)
 
     def duration_s(self, node: str, rng: random.Random) -> float:
         """Draws how long a part takes on a node."""
@@ -147,7 +166,7 @@ def _train(run: Any, workload: Workload, recorder: Recorder) -> Values:
 def _steps(run: Any, workload: Workload, recorder: Recorder) -> Values:
     node = process_here()
     rng = random.Random(f"{node} of {workload.seed}")
-    state = run.state(weights=np.zeros(_WIDTH, np.float32), history=b"")
+    state = run.state(weights=workload.first_weights(), history=b"")
     steps = run.steps(
         rows=workload.rows, batch=workload.batch, parts=workload.parts, passes=workload.passes, seed=workload.seed
     )

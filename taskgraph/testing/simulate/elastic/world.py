@@ -7,11 +7,15 @@ import dataclasses
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import taskgraph as tg
+from taskgraph.checkpoint.manifest import Origin
+from taskgraph.checkpoint.store import Store
 from taskgraph.driver.spec import JobSpec
 from taskgraph.elastic_jobs.node import ElasticNode
-from taskgraph.errors import TaskGraphError
+from taskgraph.errors import CheckpointError, TaskGraphError
+from taskgraph.graph.values import decode
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.submit import submit
 from taskgraph.observe.events import Event, EventLog
@@ -25,11 +29,12 @@ from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.elastic.checks import Checks
 from taskgraph.testing.simulate.elastic.threads import SteppedThreads
-from taskgraph.testing.simulate.elastic.workload import Workload
+from taskgraph.testing.simulate.elastic.workload import PLACE, Workload
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.loop import Process, SimLoop
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.testing.simulate.pace import Pace
+from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
 from taskgraph.testing.simulate.world import Moment
@@ -46,6 +51,7 @@ class ElasticProcess:
     process: Process
     threads: Process
     coordinator: SimCoordinator
+    place: NodePlace
     node: ElasticNode
     run: asyncio.Task[None]
     dead: bool = False  # a fault killed it
@@ -63,6 +69,7 @@ class ElasticWorld:
     Args:
         rng: draws delays. Faults are injected by the caller.
         pace: delays that are not failures.
+        keeps: draws what concerns the disk.
 
     Attributes:
         view: of etcd, after its last write.
@@ -70,7 +77,9 @@ class ElasticWorld:
         failed: has the first violation as its error.
     """
 
-    def __init__(self, workload: Workload, settings: tg.Settings, rng: random.Random, pace: Pace) -> None:
+    def __init__(
+        self, workload: Workload, settings: tg.Settings, rng: random.Random, pace: Pace, keeps: random.Random
+    ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         self.loop, self.workload, self.settings, self.pace = loop, workload, settings, pace
@@ -83,6 +92,13 @@ class ElasticWorld:
         self.spec = dataclasses.replace(JobSpec.local(self.job), run="run")
         self.moment: Moment = lambda name, node, peer="": None
         self.failed: asyncio.Future[None] = loop.create_future()
+        self._keeps = keeps
+        self.place = SimPlace(
+            random.Random(keeps.getrandbits(64)),
+            lambda name, node: self.moment(name, node),
+            writes=lambda path, node: None,
+            removes=lambda path, node: None,
+        )
         self.whole_at_failure: list[str] = []  # workers of the view that could have gone on when the job failed
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
         self._etcd_timeout_s = rng.choice((0.3, 1.0, 3.0))
@@ -137,6 +153,7 @@ class ElasticWorld:
             call_faults=self.pace.call_faults,
             slow_actors=self.pace.slow_actors,
         )
+        place = self.place.for_node(node_id)
         events = EventLog(name)
         events.listen(lambda event: self._on_event(node_id, event))
 
@@ -152,12 +169,16 @@ class ElasticWorld:
                 host=host,
                 devices=0,
                 threads=SteppedThreads(process, self.loop),
+                file_threads=FileThreads(
+                    random.Random(self._keeps.getrandbits(64)), place, self.pace.timing, lambda: 0.0
+                ),
+                place=place,
             )
 
         node = process.new_context().run(make)  # in its context, since it reads its clock
         self.checks.watch(node)
         run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.new_context())
-        known = self.nodes[node_id] = ElasticProcess(node_id, name, process, threads, coordinator, node, run)
+        known = self.nodes[node_id] = ElasticProcess(node_id, name, process, threads, coordinator, place, node, run)
         return known
 
     def _step_timer(self, node_id: str) -> Callable[[], float] | None:
@@ -321,6 +342,8 @@ class ElasticWorld:
             self._check_end(events)
         elif kind == "view":
             self._note_return()
+        elif kind == "checkpoint":
+            self._check_checkpoint()
         self.checks.look()
         self.etcd.wake()
         if kind:
@@ -335,6 +358,20 @@ class ElasticWorld:
             node = self.nodes[record.workers[0][0]].node
             saved = self.view.checkpoint.record.epoch if self.view.checkpoint is not None else 0
             self.checks.returned(node.engine.core.position if node.call.begun else saved)
+
+    def _check_checkpoint(self) -> None:
+        """The checkpoint that the pointer names holds the state of totals that were given out."""
+        assert self.view.checkpoint is not None
+        record = self.view.checkpoint.record
+        origin = Origin(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
+        store = Store(PLACE, origin, place=self.place.for_node("the checks"))
+        try:
+            value = store.read(store.open(record.name), 0)
+            assert value is not None
+            read: Any = decode(value)
+            self.checks.check_checkpoint(record.epoch, read["position"], read["state"]["state"]["weights"])
+        except (CheckpointError, Violation) as error:
+            self.fail(Violation(f"E3: the checkpoint {record.name}: {error}"))
 
     def _check_end(self, events: tuple[KeyEvent, ...]) -> None:
         status = self.view.status
