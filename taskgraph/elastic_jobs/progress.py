@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from taskgraph.elastic_jobs.engine import chained
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import Turn, derived_seed, seed_generators
+from taskgraph.elastic_jobs.state import writable
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode, encode
@@ -112,7 +113,7 @@ class Progress:
                     f"call it alike on all workers"
                 )
             self.early.append(self._known.pop(0))
-            return list(self.early[-1])
+            return list(writable(self.early[-1]))
         done: tuple[int, Sums] | None = None
         while isinstance(answer := self.ask(len(pieces), f"{call} {len(pieces)}".encode(), done), int):
             seed_generators(derived_seed(self.node.spec.seed, self.position, PIECE, answer))
@@ -122,4 +123,4 @@ class Progress:
         if not self.in_steps:
             self.early.append(results)
         self.seed(SUMMED)
-        return results
+        return list(writable(results))  # a copy: user code may change it, and a newcomer gets what it was

@@ -22,7 +22,7 @@ from taskgraph.protocol.messages import Encoded
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["State", "capture", "check_names", "check_shapes", "leaves", "load"]
+__all__ = ["State", "capture", "check_names", "check_shapes", "leaves", "load", "writable"]
 
 
 class State:
@@ -206,13 +206,13 @@ def _loaded(name: str, known: Any, new: Any) -> Any:
             return tuple(items)
         known[:] = items
         return known
-    return _writable(new)
+    return writable(new)
 
 
 def _load_module(name: str, module: Any, captured: Any) -> None:
     state = module.state_dict()
     state.clear()  # keeps the versions of the modules, which a plain dict has not
-    state.update(_writable(captured["state"]))
+    state.update(writable(captured["state"]))
     _load_dict(name, module, state)
     for path, part in module.named_modules():
         part.training = captured["training"].get(path, part.training)
@@ -222,7 +222,7 @@ def _load_module(name: str, module: Any, captured: Any) -> None:
 
 def _load_dict(name: str, known: Any, state: Any) -> None:
     try:
-        known.load_state_dict(copy.deepcopy(_writable(state)) if type(state) is dict else state)
+        known.load_state_dict(copy.deepcopy(writable(state)) if type(state) is dict else state)
     except (KeyError, RuntimeError, ValueError) as error:
         raise StateError(
             f"{name!r} of run.state({name}=...) is unlike the one that it is copied from ({error}): make it alike on "
@@ -232,7 +232,7 @@ def _load_dict(name: str, known: Any, state: Any) -> None:
 
 def _loaded_tensor(torch: ModuleType, known: Any, new: Any) -> Any:
     if not isinstance(new, torch.Tensor):
-        return _writable(new)
+        return writable(new)
     if new.shape == known.shape and new.dtype == known.dtype:
         with torch.no_grad():
             known.copy_(new)
@@ -255,12 +255,12 @@ def _fits(known: np.ndarray[Any, Any], new: Any) -> bool:
     return same and known.flags.writeable
 
 
-def _writable(value: Any) -> Any:
-    """Copies the arrays of a tree: decoded ones cannot be written."""
+def writable(value: Any) -> Any:
+    """Copies a tree of dicts, lists, tuples and arrays: decoded arrays cannot be written."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return {name: _writable(part) for name, part in value.items()}
+        return {name: writable(part) for name, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_writable, value))
+        return type(value)(map(writable, value))
     return value

@@ -167,7 +167,7 @@ class Step:
         self._check_finite(answer, total)
         current.finish(total, len(rows))
         pytorch()
-        self._collected = [decode(tree) for tree in answer.collected.values()]
+        self._collected = [decode(tree, writable=True) for tree in answer.collected.values()]
         self._total, self._over = total, True
         progress.seed(SUMMED)
 

@@ -48,6 +48,32 @@ def test_map_keeps_the_order_of_its_pieces() -> None:
     )
 
 
+def changed(run: Any) -> Any:
+    first = run.once(lambda: {"w": np.zeros(2), "seen": [0]})
+    w, seen = first["w"], first["seen"]
+    before = w.tolist(), list(seen)
+    s = run.state(w=w, seen=seen)
+    for step in run.steps(rows=4, batch=4, parts=2, passes=12):
+        for part in step:
+            part.collect(ones=np.ones(2))
+            pause()
+        ones = step.all("ones")[0]
+        ones += 1
+        s.w += ones
+        s.seen.append(step.number)
+        (more,) = run.map(lambda piece: np.full(2, piece), [3.0])
+        more += 1
+        s.w += more
+    return before, s.w.tolist(), s.seen
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_values_may_be_changed(scenario: Scenario) -> None:
+    """What a newcomer gets of `run.once` is the value before the changes."""
+    before, w, seen = asyncio.run(run_body(changed, scenario))
+    assert (list(before), w, seen) == ([[0.0, 0.0], [0]], [72.0, 72.0], [0, *range(12)])
+
+
 def in_loop(run: Any) -> None:
     for step in run.steps(rows=4, batch=4, parts=2, passes=1):
         for part in step:
