@@ -82,7 +82,7 @@ def add(run: tg.Run, log: str, n: int = 1, state_mib: int = 0, parts: int = 24, 
     ones = np.ones(n)
     state = run.state(w=np.zeros(n), ballast=np.zeros(state_mib << 17))
     with (Path(log) / f"{run.worker}.log").open("a", buffering=1) as out:
-        for step in run.steps(rows=parts, batch=parts, parts=parts):
+        for step in run.steps(rows=100 * parts, batch=parts, parts=parts):
             if step.number == steps:
                 return steps
             computed: list[int] = []

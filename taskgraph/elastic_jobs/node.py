@@ -13,8 +13,6 @@ import os
 from collections.abc import Coroutine, Iterable
 from typing import Any, Unpack
 
-from msgspec import structs
-
 from taskgraph.checkpoint.places import Place
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.differing import Differences
@@ -24,8 +22,8 @@ from taskgraph.elastic_jobs.joining import Joining
 from taskgraph.elastic_jobs.leaving import Leaving
 from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.run import Run
+from taskgraph.elastic_jobs.serving import Serving
 from taskgraph.elastic_jobs.silence import Silence
-from taskgraph.elastic_jobs.sums import encode_sums
 from taskgraph.elastic_jobs.usercall import Stopped, UserCall
 from taskgraph.elastic_jobs.values import Values
 from taskgraph.errors import JobError
@@ -43,20 +41,9 @@ from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Phase, Worker
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
-    Accepted,
-    Call,
-    CopyState,
-    DescribeState,
-    DescribeValue,
     Encoded,
-    FollowTotals,
-    Reason,
-    Refusal,
-    Reply,
     StateCopy,
     StateDigests,
-    TotalsPage,
-    ValueDigest,
 )
 from taskgraph.protocol.records import name_of
 
@@ -71,7 +58,6 @@ class ElasticNode(WorkerNode):
     ) -> None:
         super().__init__(**arguments)
         self.file_threads = file_threads or self.threads
-        self.serving = self._serve
         self.draining_state = Leaving(self)
         self.checkpoints = Checkpoints(self, place)
         self.suspicion = Suspicion(
@@ -87,6 +73,7 @@ class ElasticNode(WorkerNode):
         self._outside_since = -1  # the number of the view that excluded this worker
         self._begin_anew()
         self._wake = asyncio.Event()
+        self.serving = Serving(self, self._wake.set)
         self._stop_following = self.keeper.on_change(self._changed)
 
     # -- life -------------------------------------------------------------------------------------
@@ -272,35 +259,6 @@ class ElasticNode(WorkerNode):
         )
         fences = (Compare(job.keys.workers, job.workers.mod_revision), self._own_key())
         await self.fail_with(error, None, None, fences, "")
-
-    # -- messages ---------------------------------------------------------------------------------
-
-    async def _serve(self, peer: str, message: Call) -> Reply:
-        if not self.running:
-            return Refusal(Reason.CLOSING, "")
-        if isinstance(message, CopyState):
-            copy = await self.call.copied_state(peer)
-            if copy is None:
-                return Refusal(Reason.CLOSING, "")
-            return structs.replace(copy, reports=self.reports.packed())
-        if isinstance(message, DescribeState):
-            return self.digests
-        if isinstance(message, DescribeValue):
-            value = await self.call.returned()
-            return Refusal(Reason.CLOSING, "") if value is None else ValueDigest(value.digest)
-        if isinstance(message, FollowTotals):
-            return self._totals_for(peer, message)
-        self.engine.receive(peer, message)
-        self._wake.set()  # a report may have brought a newer view
-        return Accepted()
-
-    def _totals_for(self, newcomer: str, message: FollowTotals) -> Reply:
-        first, totals = self.engine.kept_totals(message.position)
-        if first <= message.position:
-            self.engine.keep_totals_for(newcomer, message.position)
-        if not message.send:
-            totals = []
-        return TotalsPage(first, len(totals), self.engine.core.stable, encode_sums(totals))
 
     # -- user code --------------------------------------------------------------------------------
 

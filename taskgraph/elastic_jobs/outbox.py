@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from taskgraph.errors import PeerGone, Refused, TransportError
-from taskgraph.protocol.messages import Call, HoldsTotals, PartSums, WorkerReport
+from taskgraph.protocol.messages import Call, HoldsTotals, PartSums, Reply, WorkerReport
+from taskgraph.transport.api import CallFuture
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -36,12 +38,40 @@ class Outbox:
         self._view = view
         self._refused = refused
         self._waiting: deque[_Waiting] = deque()
-        self._sending: asyncio.Task[None] | None = None
+        self._sending: asyncio.Future[Any] | None = None  # a task, or the call that sends the first message
 
     def put(self, view: int, message: Call) -> None:
         """Sends a message of a view after all earlier ones."""
         self._waiting.append(_Waiting(view, message))
         if self._sending is None or self._sending.done():
+            self._send_now()
+
+    def _send_now(self) -> None:
+        """Sends the first message without a task, if there is a session; else starts a task that sends all."""
+        while self._waiting and self._waiting[0].view < self._view():
+            self._waiting.popleft()
+        if not self._waiting:
+            return
+        peer, call = self._node.router.peer(self._peer), None
+        if peer is not None and not self._node.injects_held:
+            with contextlib.suppress(Refused, TransportError):
+                call = self._node.transport.call_now(peer, self._waiting[0].message)
+        if call is None:
+            self._sending = self._node.own(self._send_all(), f"send to {self._peer}")
+            return
+        self._sending = call
+        if isinstance(call, CallFuture) and not call.done():
+            call.listener = self._replied
+        else:
+            call.add_done_callback(self._replied)
+
+    def _replied(self, call: asyncio.Future[Reply]) -> None:
+        if call.cancelled() or not self._node.running:
+            return  # the transport is closed
+        if call.exception() is None:
+            self._waiting.popleft()
+            self._send_now()
+        else:
             self._sending = self._node.own(self._send_all(), f"send to {self._peer}")
 
     async def _send_all(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -73,7 +74,10 @@ class Rows:
     def of_parts(self, number: int) -> list[NDArray[np.int64]]:
         """Returns the rows of each part of a step. No part is empty; sizes differ by one row at most."""
         rows = self.of_step(number)
-        return np.array_split(rows, min(self.parts, -(-len(rows) * self.parts // self.batch)))
+        parts = min(self.parts, -(-len(rows) * self.parts // self.batch))
+        size, larger = divmod(len(rows), parts)
+        ends = [number * size + min(number, larger) for number in range(parts + 1)]
+        return [rows[first:end] for first, end in itertools.pairwise(ends)]
 
 
 @lru_cache(maxsize=2)

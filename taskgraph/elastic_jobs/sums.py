@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -249,7 +250,7 @@ def _leaves(layout: Layout, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
 def encode_sums(sums: Sequence[Sums], allocate: Allocate | None = None) -> Encoded:
     """Encodes sums, which must not change later, to send them."""
     return encode(
-        [[s.layout, list(s.arrays), {part: _packed(tree) for part, tree in s.collected.items()}] for s in sums],
+        [[_packed_layout(s.layout), list(s.arrays), _packed_trees(s.collected)] for s in sums],
         what="the sums of an elastic step",
         adopt=True,
         allocate=allocate,
@@ -258,9 +259,24 @@ def encode_sums(sums: Sequence[Sums], allocate: Allocate | None = None) -> Encod
 
 def decode_sums(value: Encoded) -> list[Sums]:
     return [
-        Sums(layout, arrays, {part: _unpacked(*packed) for part, packed in collected.items()})
+        Sums(_unpacked_layout(layout), arrays, {part: _unpacked(*packed) for part, packed in collected.items()})
         for layout, arrays, collected in decode(value)
     ]
+
+
+@lru_cache(maxsize=256)
+def _packed_layout(layout: Layout) -> bytes:
+    return encode(layout).meta
+
+
+@lru_cache(maxsize=256)
+def _unpacked_layout(packed: bytes) -> Layout:
+    layout: Layout = decode(Encoded(packed, (), b""))
+    return layout
+
+
+def _packed_trees(collected: Mapping[int, Encoded]) -> dict[int, tuple[bytes, list[bytes], bytes]]:
+    return {part: _packed(tree) for part, tree in collected.items()}
 
 
 def _packed(tree: Encoded) -> tuple[bytes, list[bytes], bytes]:

@@ -12,7 +12,7 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from taskgraph.elastic_jobs.adding import Merging, Total
+from taskgraph.elastic_jobs.adding import Finished, Merging, Total
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol.messages import Encoded, StateCopy, StateDigests
@@ -96,15 +96,18 @@ class UserCall:
             tag: a digest of all totals so far and of what user code asks for; equal on all workers.
             done: the part that user code has finished, if any, and what it contributes.
         """
-        threads = self._node.threads
+        threads, finished = self._node.threads, None
         if done is not None:
             assert self._merging is not None
             self._merging.add(*done)
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
-                self._hand_over(position)
+                finished = self._merging.take(to_send=len(self.workers) > 1)
+                self._handed_at = threads.clock()
+        if self._dealt and finished is not None:
+            threads.post(self._engine.computed, position, finished)
         if not self._dealt:
             answer: concurrent.futures.Future[list[int] | Total] = concurrent.futures.Future()
-            threads.post(self._asked, position, parts, tag, answer)
+            threads.post(self._asked, position, parts, tag, answer, finished)
             found = threads.block(answer, None)
             if isinstance(found, Total):
                 return found.sums()
@@ -112,14 +115,6 @@ class UserCall:
             self._merging = Merging(found, parts, self.allocate)
             self._handed_at = threads.clock()
         return self._dealt.pop(0)
-
-    def _hand_over(self, position: int) -> None:
-        """Gives the engine the spans that are added up."""
-        assert self._merging is not None
-        finished = self._merging.take(to_send=len(self.workers) > 1)
-        if finished is not None:
-            self._node.threads.post(self._engine.computed, position, finished)
-            self._handed_at = self._node.threads.clock()
 
     def first_state(self) -> StateCopy | None:
         """Waits until user code may begin. Returns the state to begin with; None: its own."""
@@ -191,7 +186,9 @@ class UserCall:
             await self._node.short_pause()
         return self.value
 
-    def _asked(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
+    def _asked(self, position: int, parts: int, tag: bytes, answer: Any, finished: Finished | None) -> None:
+        if finished is not None:
+            self._engine.computed(position, finished)
         if self._stopped or not self._node.running:
             answer.set_exception(Stopped())
         else:

@@ -53,7 +53,11 @@ def parent(span: Span, parts: int) -> Span | None:
 
 def cover(parts: Collection[int], of: int) -> tuple[Span, ...]:
     """Returns the fewest spans of the tree of `of` parts that have exactly these parts, in order."""
-    there = parts if isinstance(parts, set | frozenset) else frozenset(parts)
+    return _cover(frozenset(parts), of)
+
+
+@lru_cache(maxsize=1024)
+def _cover(there: frozenset[int], of: int) -> tuple[Span, ...]:
     found: list[Span] = []
     waiting = [Span(0, of)] if there else []
     while waiting:

@@ -1,0 +1,87 @@
+"""Answers calls of other nodes of an elastic job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from msgspec import structs
+
+from taskgraph.elastic_jobs.sums import encode_sums
+from taskgraph.protocol.messages import (
+    Accepted,
+    Call,
+    CopyState,
+    DescribeState,
+    DescribeValue,
+    FollowTotals,
+    HoldsTotals,
+    PartSums,
+    Reason,
+    Refusal,
+    Reply,
+    Totals,
+    TotalsPage,
+    ValueDigest,
+    WorkerReport,
+)
+
+if TYPE_CHECKING:
+    from taskgraph.elastic_jobs.node import ElasticNode
+
+__all__ = ["Serving"]
+
+_IN_STEPS: Final = (PartSums, HoldsTotals)
+_TO_ENGINE: Final = (*_IN_STEPS, WorkerReport, Totals)
+
+
+class Serving:
+    """Answers calls for one node.
+
+    Args:
+        changed: called when the worker may have read a newer view, or a flush may have ended.
+    """
+
+    def __init__(self, node: ElasticNode, changed: Callable[[], None]) -> None:
+        self._node = node
+        self._changed = changed
+
+    def now(self, peer: str, message: Call) -> Reply | None:
+        """Takes messages of a step and of a flush at once. None: await `__call__`."""
+        if type(message) not in _TO_ENGINE or not self._node.running:
+            return None
+        self._node.engine.receive(peer, message)
+        if type(message) not in _IN_STEPS:
+            self._changed()
+        return Accepted()
+
+    async def __call__(self, peer: str, message: Call) -> Reply:
+        node = self._node
+        if not node.running:
+            return Refusal(Reason.CLOSING, "")
+        match message:
+            case CopyState():
+                copy = await node.call.copied_state(peer)
+                return self._closing if copy is None else structs.replace(copy, reports=node.reports.packed())
+            case DescribeState():
+                return node.digests
+            case DescribeValue():
+                value = await node.call.returned()
+                return self._closing if value is None else ValueDigest(value.digest)
+            case FollowTotals():
+                return self._totals_for(peer, message)
+            case _:
+                raise TypeError(f"no message of an elastic job: {message!r}")
+
+    @property
+    def _closing(self) -> Refusal:
+        return Refusal(Reason.CLOSING, "")
+
+    def _totals_for(self, newcomer: str, message: FollowTotals) -> Reply:
+        engine = self._node.engine
+        first, totals = engine.kept_totals(message.position)
+        if first <= message.position:
+            engine.keep_totals_for(newcomer, message.position)
+        if not message.send:
+            totals = []
+        return TotalsPage(first, len(totals), engine.core.stable, encode_sums(totals))
