@@ -54,7 +54,7 @@ def data() -> tuple[Any, Any]:
     return torch.randn(ROWS, INPUTS, generator=of), torch.randint(0, CLASSES, (ROWS,), generator=of)
 
 
-@tg.elastic
+@tg.elastic(name="benchmark-fit")
 def fit(run: tg.Run, log: str, model: str = "0.27M", parts: int = 24, batch: int = 240, steps: int = 100) -> int:
     import torch
     from torch.nn.functional import cross_entropy
@@ -76,7 +76,7 @@ def fit(run: tg.Run, log: str, model: str = "0.27M", parts: int = 24, batch: int
     raise AssertionError("the steps ended")
 
 
-@tg.elastic
+@tg.elastic(name="benchmark-add")
 def add(run: tg.Run, log: str, n: int = 1, state_mib: int = 0, parts: int = 24, steps: int = 100) -> int:
     """Sums n float64 of each part; the state has so many MiB besides."""
     ones = np.ones(n)
