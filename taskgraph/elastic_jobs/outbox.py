@@ -43,7 +43,7 @@ class Outbox:
     def put(self, view: int, message: Call) -> None:
         """Sends a message of a view after all earlier ones."""
         self._waiting.append(_Waiting(view, message))
-        if self._sending is None or self._sending.done():
+        if self._sending is None:
             self._send_now()
 
     def _send_now(self) -> None:
@@ -57,7 +57,7 @@ class Outbox:
             with contextlib.suppress(Refused, TransportError):
                 call = self._node.transport.call_now(peer, self._waiting[0].message)
         if call is None:
-            self._sending = self._node.own(self._send_all(), f"send to {self._peer}")
+            self._start_task()
             return
         self._sending = call
         if isinstance(call, CallFuture) and not call.done():
@@ -68,11 +68,21 @@ class Outbox:
     def _replied(self, call: asyncio.Future[Reply]) -> None:
         if call.cancelled() or not self._node.running:
             return  # the transport is closed
+        self._sending = None
         if call.exception() is None:
             self._waiting.popleft()
             self._send_now()
         else:
-            self._sending = self._node.own(self._send_all(), f"send to {self._peer}")
+            self._start_task()
+
+    def _start_task(self) -> None:
+        self._sending = task = self._node.own(self._send_all(), f"send to {self._peer}")
+        task.add_done_callback(self._sent_all)
+
+    def _sent_all(self, task: asyncio.Future[None]) -> None:
+        self._sending = None
+        if not task.cancelled() and self._node.running:
+            self._send_now()
 
     async def _send_all(self) -> None:
         while self._waiting:
