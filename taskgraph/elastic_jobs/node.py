@@ -73,7 +73,7 @@ class ElasticNode(WorkerNode):
         self._outside_since = -1  # the number of the view that excluded this worker
         self._begin_anew()
         self._wake = asyncio.Event()
-        self.serving = Serving(self, self._wake.set)
+        self.serving = Serving(self, lambda: self.call, self._wake.set)
         self._stop_following = self.keeper.on_change(self._changed)
 
     # -- life -------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from taskgraph.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from taskgraph.elastic_jobs.node import ElasticNode
+    from taskgraph.elastic_jobs.interface import WorkerNode
+    from taskgraph.elastic_jobs.usercall import UserCall
 
 __all__ = ["Serving"]
 
@@ -39,11 +40,13 @@ class Serving:
     """Answers calls for one node.
 
     Args:
+        call: returns the call of user code, which an excluded worker makes anew.
         changed: called when the worker may have read a newer view, or a flush may have ended.
     """
 
-    def __init__(self, node: ElasticNode, changed: Callable[[], None]) -> None:
+    def __init__(self, node: WorkerNode, call: Callable[[], UserCall], changed: Callable[[], None]) -> None:
         self._node = node
+        self._call = call
         self._changed = changed
 
     def now(self, peer: str, message: Call) -> Reply | None:
@@ -61,12 +64,12 @@ class Serving:
             return Refusal(Reason.CLOSING, "")
         match message:
             case CopyState():
-                copy = await node.call.copied_state(peer)
+                copy = await self._call().copied_state(peer)
                 return self._closing if copy is None else structs.replace(copy, reports=node.reports.packed())
             case DescribeState():
                 return node.digests
             case DescribeValue():
-                value = await node.call.returned()
+                value = await self._call().returned()
                 return self._closing if value is None else ValueDigest(value.digest)
             case FollowTotals():
                 return self._totals_for(peer, message)
