@@ -41,6 +41,13 @@ class Total:
         """Makes one that is added up already."""
         return cls({Span(0, 1): sums}, Span(0, 1))
 
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes."""
+        with self._lock:
+            there = self._held.values() if self._sums is None else (self._sums,)
+            return sum(sums.nbytes for sums in there)
+
     def sums(self) -> Sums:
         with self._lock:
             if self._sums is None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "chained"]
 
+_PAGE_BYTES = 64 << 20
+"""Totals for a newcomer go in messages of about this size."""
+
 
 def chained(tag: bytes, total: Sums) -> bytes:
     """Returns a digest of all totals so far, from that of the totals before this one."""
@@ -55,6 +58,7 @@ class Engine:
         core: the decisions.
         user_position: the number of totals that user code has got.
         none_whole_in: the number of the last view of which no worker is whole; -1: none.
+        behind: workers of the view that lack totals which this worker, their donor, does not keep any longer.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Engine:
         self._differ = differ
         self._excluded = excluded
         self.none_whole_in = -1
+        self.behind: frozenset[str] = frozenset()
         self._own: dict[Span, Sums] = {}
         self._encoded: dict[tuple[Span, ...], Encoded] = {}  # own sums that user code's thread has encoded
         self._received: dict[tuple[int, int, Span], Sums] = {}  # by view, position and span
@@ -90,6 +95,7 @@ class Engine:
     def read_view(self, view: View) -> None:
         """Follows a view that was read from etcd."""
         self.core.read_view(view)
+        self.behind &= frozenset(() if self.core.view is None else self.core.view.workers)
         self._go()
 
     def receive(self, worker: str, message: Call) -> None:
@@ -163,11 +169,14 @@ class Engine:
         self._go()
 
     def kept_totals(self, position: int) -> tuple[int, list[Sums]]:
-        """Returns the first total that is kept, and the stable ones from a position on."""
-        first = min(self._totals, default=self.core.position)
-        if position < first:
-            return first, []
-        return first, [self._totals[number].sums() for number in range(position, self.core.stable)]
+        """Returns the first total that is kept, and stable ones from a position on, as many as one message may have."""
+        first, size, page = min(self._totals, default=self.core.position), 0, list[Sums]()
+        for number in range(position, self.core.stable) if position >= first else ():
+            size += self._totals[number].nbytes
+            if page and size > _PAGE_BYTES:
+                break
+            page.append(self._totals[number].sums())
+        return first, page
 
     def stop(self, error: BaseException) -> None:
         """Answers user code that waits with an error."""
@@ -227,6 +236,8 @@ class Engine:
                 there = {span: self._own.get(span) or self._received[self._view, position, span] for span in spans}
                 whole = Span(0, max(span.end for span in spans))
                 self._hold_total(position, Total(there, whole, self._node.router.allocate))
+            case actions.GiveTotals(_, to, first, _) if first < min(self._totals, default=self.core.position):
+                self.behind |= {to}
             case actions.GiveTotals(number, to, first, end):
                 value = encode_sums([self._totals[position].sums() for position in range(first, end)])
                 self._outbox(to).put(number, Totals(number, first, value))
@@ -290,8 +301,21 @@ class Engine:
                 del self._keep_from[worker]
 
     def _forget(self) -> None:
-        kept = min(self.core.stable, self.user_position, *(first for first, _ in self._keep_from.values()))
+        needed = min(self.core.stable, self.user_position)
+        kept = min([needed, *(first for first, _ in self._keep_from.values())])
+        if kept < needed and (late := self._first_over_limit(kept, needed)) is not None:
+            self._keep_from = {n: (first, view) for n, (first, view) in self._keep_from.items() if first > late}
+            kept = late + 1
         self._totals = {position: total for position, total in self._totals.items() if position >= kept}
+
+    def _first_over_limit(self, kept: int, needed: int) -> int | None:
+        """Returns the last total that newcomers may not have any more: later ones take all memory that they may."""
+        room = self._node.settings.max_totals_bytes
+        for position in range(needed - 1, kept - 1, -1):
+            room -= self._totals[position].nbytes
+            if room < 0:
+                return position
+        return None
 
     def _send(self, view: int, message: Call) -> None:
         """Sends a message to all other workers of the view."""

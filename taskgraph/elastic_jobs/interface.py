@@ -26,6 +26,10 @@ class WorkerNode(NodeLife):
     reports: StableReports
     lineage: int
 
+    def copy_anew(self) -> None:
+        """Begins anew, outside: the workers do not keep the totals that this newcomer lacks."""
+        raise NotImplementedError
+
     def has_begun(self) -> bool:
         """True once user code may compute."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """How a newcomer enters: it copies the state of a worker, follows the totals, and proposes a view with itself.
 
     outside ──state of a donor──► following ──few totals behind, all workers keep the rest──► entering ──► in the view
-       ▲──────── the donor is lost, and no other worker keeps the totals ────────┘
+       ▲──────────── no worker keeps the totals that it lacks any longer ────────────┘
 
 Nobody waits for a newcomer until it proposes the view. All workers keep the totals that it lacks until it has entered.
 """
@@ -36,18 +36,22 @@ class Joining:
         self._node = node
         self._engine = node.engine
         self._entering = -1  # the number of the view that it proposed last
+        self._behind: set[str] = set()  # donors that do not keep the totals that it lacks
 
     async def run(self) -> None:
         """Returns once this node is in the view, or the job has ended."""
         node, copied = self._node, self._node.has_begun()
         while node.keeper.view.running:
-            for donor in reversed(self._view().workers):
-                if donor in node.suspects or donor in node.gone:
-                    continue
+            donors = [w for w in reversed(self._view().workers) if w not in node.suspects and w not in node.gone]
+            self._behind.clear()
+            for donor in donors:
                 if not copied:
                     copied = await self._copy(donor)
                 if copied and await self._follow(donor):
                     return
+            if copied and self._behind >= set(donors) and donors:
+                node.copy_anew()
+                return
             await node.short_pause()
 
     def _view(self) -> View:
@@ -67,7 +71,10 @@ class Joining:
         core, pause_s = self._engine.core, _FOLLOW_S
         while self._node.keeper.view.running:
             page = cast("TotalsPage | None", await self._call(donor, FollowTotals(core.position, True)))
-            if page is None or page.first > core.position:
+            if page is None:
+                return False
+            if page.first > core.position:
+                self._behind.add(donor)
                 return False
             if page.count:
                 self._engine.catch_up(core.position, decode_sums(page.value))

@@ -162,9 +162,19 @@ class ElasticNode(WorkerNode):
         self._outside_since = self.engine.core.view.number
         if not self.draining:
             self.events.emit("excluded", f"{self.name} was taken for lost: it copies the state, and enters again")
-            self.call.stop()
-            self._begin_anew()
-            self._wake.set()
+            self._restart()
+
+    def copy_anew(self) -> None:
+        kept = f"{self.settings.max_totals_bytes / 2**20:.4g} MiB"
+        text = f"{self.name} fell behind: workers keep {kept} of totals for newcomers (max_totals_bytes)"
+        self.events.emit("behind", f"{text}. It copies the state again")
+        self._restart()
+
+    def _restart(self) -> None:
+        """Forgets the state: this worker copies it anew."""
+        self.call.stop()
+        self._begin_anew()
+        self._wake.set()
 
     async def _begin_in_first_view(self, view: View) -> None:
         """Begins as a worker of the first view, which this node may not have read, from the checkpoint if any."""
@@ -183,7 +193,7 @@ class ElasticNode(WorkerNode):
             waits = self.now() < self.started_at + self.settings.start_wait_s
             expected = self.spec.expected_nodes - len(job.gone) if waits else 1
             return first_view(job, self.id, run=self.spec.run, fewest=max(self.job.min_nodes, expected))
-        missed = self.suspects | self.silence.workers
+        missed = self.suspects | self.silence.workers | self.engine.behind
         outvoted = self.differences.outvoted
         return next_view(job, self.id, self.engine.core, gone=self.gone, suspects=missed, outvoted=outvoted)
 

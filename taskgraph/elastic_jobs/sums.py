@@ -67,6 +67,11 @@ class Sums:
         layout = _take(tree, found, "")
         return cls(layout, found.joined(allocate), collected)
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of the arrays and of what was collected."""
+        return sum(array.nbytes for array in self.arrays) + sum(value.size_bytes for value in self.collected.values())
+
     def add(self, other: Sums, allocate: Allocate | None = None) -> Sums:
         """Returns the sum of two sums of equal layout (see `difference`), of which `other` has the later parts.
 

@@ -277,6 +277,11 @@ def a_newcomer_returns_while_workers_live(patch: pytest.MonkeyPatch) -> None:
 
 
 @plant
+def a_worker_is_waited_for_although_nobody_has_its_totals(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "behind", property(lambda self: frozenset(), lambda self, workers: None), raising=False)
+
+
+@plant
 def a_newcomer_asks_one_worker_alone_to_keep_totals(patch: pytest.MonkeyPatch) -> None:
     async def call(self: Joining, worker: str, message: Any) -> Any:
         if isinstance(message, joining_module.FollowTotals) and not message.send:

@@ -49,6 +49,7 @@ FOUND = {
     514: "nodes that are declared gone, and newcomers without a worker",
     822: "a node that dies before it registers, and that nobody reports",
     962: "a newcomer whose entry is answered late",
+    2740: "totals that are too large to be kept for a newcomer, which enters at that moment",
     8342: "a draining newcomer that is left alone",
 }
 """Seeds that found a mistake, and which one."""

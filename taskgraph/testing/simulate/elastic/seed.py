@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 import time
@@ -67,10 +68,13 @@ async def _run(outcome: Outcome) -> None:
     rng = random.Random(f"elastic {outcome.seed}")
     keeps = random.Random(f"checkpoints of {outcome.seed}")
     workload = Workload.draw(rng)
+    settings = _settings(rng)
+    if outcome.seed % 7 == 3:  # few totals are kept for newcomers
+        settings = dataclasses.replace(settings, max_totals_bytes=keeps.choice((1, 300, 1000)))
     if outcome.seed % 5 in (1, 3):
         workload.checkpoint_every_s = keeps.choice((0.05, 0.3, 1.0))
     pace = Pace.draw(outcome.seed, own_time)
-    world = ElasticWorld(workload, _settings(rng), rng, pace, keeps)
+    world = ElasticWorld(workload, settings, rng, pace, keeps)
     nodes = rng.choice((1, 2, 2, 3, 3, 4))
     outcome.transcript = world.transcript
     outcome.described = ", ".join([workload.text, f"{nodes} nodes", *(what for what, so in pace.has.items() if so)])
