@@ -282,10 +282,20 @@ async def drain(options: argparse.Namespace) -> int:
             raise JobError(f"{risk}: start one first (`taskgraph launch {reached.name}`), or drain it with --force")
         async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
             await client.drain("taskgraph drain")
-        print(f"{record.name} (process {record.pid} on {record.host}) hands its tasks over and leaves")
+        print(f"{record.name} (process {record.pid} on {record.host}) {leaves_how(view, reached.name, node)}")
         if risk:
             say(risk)
     return 0
+
+
+def leaves_how(view: JobView, job: str, node: str) -> str:
+    """Returns what a node does that is drained."""
+    if view.workers is None:
+        return "hands its tasks over and leaves"
+    others = {worker for worker, _ in view.workers.record.workers} - {node} - view.gone.keys()
+    if any(other in view.nodes and not view.nodes[other].record.draining for other in others):
+        return "leaves before its next part"
+    return f"leaves once another worker has the state: start one with `taskgraph launch {job}`"
 
 
 def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:

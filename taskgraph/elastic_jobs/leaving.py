@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from taskgraph.protocol.elastic.succession import leavers
+
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
@@ -27,6 +29,14 @@ class Leaving:
 
     def announce(self) -> None:
         self._node.own(self._node.announce(), "announce the drain")
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """Says why a draining worker stays."""
+        node = self._node
+        if not node.draining or self.over or node.id in leavers(node.keeper.view, node.suspects | node.gone):
+            return ()
+        return (f"{node.name} waits to leave: no other worker has the state. Start one with `taskgraph launch`",)
 
     @property
     def over(self) -> bool:

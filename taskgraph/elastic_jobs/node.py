@@ -58,7 +58,7 @@ class ElasticNode(WorkerNode):
     ) -> None:
         super().__init__(**arguments)
         self.file_threads = file_threads or self.threads
-        self.draining_state = Leaving(self)
+        self.leaving_state = self.draining_state = Leaving(self)
         self.checkpoints = Checkpoints(self, place)
         self.suspicion = Suspicion(
             self, self._workers, unproved=lambda: self.registration.unproved, changed=self._changed
@@ -73,6 +73,7 @@ class ElasticNode(WorkerNode):
         self._outside_since = -1  # the number of the view that excluded this worker
         self._begin_anew()
         self._wake = asyncio.Event()
+        self._drains = False  # some node of the job drains
         self.serving = Serving(self, lambda: self.call, self._wake.set)
         self._stop_following = self.keeper.on_change(self._changed)
 
@@ -96,7 +97,7 @@ class ElasticNode(WorkerNode):
             self,
             Worker(self.id),
             refused=self.suspicion.call_refused,
-            stable=self.reports.note_stable,
+            stable=self._note_stable,
             differ=self.differences.found,
             excluded=self._excluded,
         )
@@ -121,7 +122,13 @@ class ElasticNode(WorkerNode):
             self.end_with(JobError(f"{self.name} was declared gone: {view.gone[self.id].record.reason}"))
         workers = () if view.workers is None else (worker for worker, _ in view.workers.record.workers)
         self.engine.drop_newcomers({*view.nodes, *workers})
+        self._drains = any(known.record.draining for known in view.nodes.values())
         self._wake.set()
+
+    def _note_stable(self, positions: int) -> None:
+        self.reports.note_stable(positions)
+        if self._drains:
+            self._wake.set()  # a worker may leave now
 
     async def _follow(self) -> None:
         """Follows the views in etcd, and proposes the next one."""
@@ -350,6 +357,9 @@ class ElasticNode(WorkerNode):
 
     def _waits(self) -> tuple[str, ...]:
         """Says what this worker waits for."""
+        return (*self.leaving_state.waits, *self._waits_in_view())
+
+    def _waits_in_view(self) -> tuple[str, ...]:
         core, known = self.engine.core, self.keeper.view.workers
         if known is None:
             return (f"{self.name} waits for the first view, which needs the nodes that the job was started with",)

@@ -70,6 +70,20 @@ async def test_worker_drains(cli: Cli, calm: Any) -> None:
     await cli.nothing_left()
 
 
+async def test_only_worker_drains_once_another_has_the_state(cli: Cli, calm: Any) -> None:
+    run = await at_gate(cli, 1, "-o", "pause_s=0.02")
+    drained = await cli("drain", "fit", "--node", "n1")
+    assert "leaves once another worker has the state" in drained.out
+    assert "n1 waits to leave: no other worker has the state" in (await cli("status", "fit", "--json")).out
+    launch = await cli.start("launch", "fit", "--nodes", "1")
+    cli.open()
+    await launch.until("n2 joined after")
+    assert await value_of(run) == calm
+    done = await launch.done()
+    assert done.code == 0 and "goes on alone" not in done.err
+    await cli.nothing_left()
+
+
 async def test_frozen_worker_enters_again(cli: Cli, calm: Any) -> None:
     run = await at_gate(cli, 3, "-o", "pause_s=0.05")
     pid = await pid_of(cli, "n2")

@@ -6,6 +6,7 @@ import pytest
 from protocol_kit import RUN, World, node_record
 
 from taskgraph.protocol.elastic import transactions
+from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.succession import first_view, leavers, lone_view, must_go_on_alone, next_view
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Worker
@@ -108,6 +109,17 @@ def test_draining_workers_leave_unless_all_do() -> None:
     assert leavers(world.view(), frozenset({"a"})) == NONE, "no other worker is left"
     world.put(world.keys.node("a"), node_record("a", draining=True).to_bytes())
     assert leavers(world.view(), NONE) == NONE
+
+
+def test_draining_worker_leaves_once_all_others_hold_the_totals() -> None:
+    world = begun("a", "b")
+    world.put(world.keys.node("a"), node_record("a", draining=True).to_bytes())
+    core = whole(world, "a")
+    assert follows(world, "a", core) is None, "the flush of the view goes on"
+    job = world.view()
+    assert job.workers is not None
+    core.report("b", View.of(job.workers.record), Report(0, True, (), ()))
+    assert follows(world, "a", core) == View(1, 0, (Entry("b", 0),))
 
 
 def test_newcomer_goes_on_alone_once_all_workers_are_gone() -> None:

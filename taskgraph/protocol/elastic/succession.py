@@ -51,7 +51,9 @@ def next_view(
     if core.phase == Phase.OUTSIDE:  # if it is listed, then by an earlier entry
         lost = frozenset({me})
     elif core.whole:
-        lost = suspects | gone | outvoted | leavers(job, gone | suspects)
+        lost = suspects | gone | outvoted
+        if core.all_whole:  # else those that stay may lack totals
+            lost |= leavers(job, gone | suspects)
     else:
         lost = gone  # those that are only suspected may hold totals that it lacks
     return view.without(lost) if lost & set(view.workers) else None

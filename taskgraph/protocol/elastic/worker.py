@@ -299,6 +299,11 @@ class Worker:
             return () if self._outcome is None else (self._outcome.donor,)
         return tuple(w for w in self._round.due if w != self._me and not self._round.covered(w))
 
+    @property
+    def all_whole(self) -> bool:
+        """True once all workers of the view are known to hold what its flush ended with."""
+        return self.phase == Phase.WORKING and self._outcome is not None and self.stable >= self._outcome.position
+
     # -- views ------------------------------------------------------------------------------------
 
     def enter(self, number: int) -> None:
