@@ -177,12 +177,14 @@ class ElasticCall:
     Attributes:
         node: imports and returns the class of its nodes.
         checkpoint_every_s: time between two checkpoints, if the job keeps some.
+        communicator: makes the totals, on nodes with processes of their own; "": workers send each other their sums.
     """
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
     node: Callable[[], type[Any]]
     checkpoint_every_s: float = 60.0
+    communicator: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ the event loop; user code asks from its thread, and adds up there (`adding`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+from numpy.typing import NDArray
 
 from taskgraph.elastic_jobs.adding import Finished, Total
 from taskgraph.elastic_jobs.outbox import Outbox
@@ -23,9 +25,10 @@ from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker
-from taskgraph.protocol.messages import Call, Encoded, HoldsTotals, PartSums, Totals, WorkerReport
+from taskgraph.protocol.messages import Call, Encoded, GroupKey, HoldsTotals, PartSums, Totals, WorkerReport
 
 if TYPE_CHECKING:
+    from taskgraph.elastic_jobs.together import Together
     from taskgraph.node.core import NodeCore
 
 __all__ = ["Engine", "chained"]
@@ -53,6 +56,7 @@ class Engine:
         stable: called with the number of totals that all workers hold, when it grows.
         differ: called with a position and the workers whose totals or user code differ from those of the others.
         excluded: called when this worker has read a view without itself.
+        together: makes the totals of what the workers of a view hold; None: all workers send each other their sums.
 
     Attributes:
         core: the decisions.
@@ -70,8 +74,10 @@ class Engine:
         stable: Callable[[int], None],
         differ: Callable[[int, tuple[str, ...]], None],
         excluded: Callable[[], None],
+        together: Together | None = None,
     ) -> None:
         self.core = core
+        self._together = together
         self._node = node
         self._refused = refused
         self._stable = stable
@@ -80,6 +86,7 @@ class Engine:
         self.none_whole_in = -1
         self.behind: frozenset[str] = frozenset()
         self._own: dict[Span, Sums] = {}
+        self._summed: Sums | None = None  # the total that the workers of the view made together
         self._encoded: dict[tuple[Span, ...], Encoded] = {}  # own sums that user code's thread has encoded
         self._received: dict[tuple[int, int, Span], Sums] = {}  # by view, position and span
         self._totals: dict[int, Total] = {}
@@ -128,6 +135,11 @@ class Engine:
                         self._hold_total(position, Total.of(total))
             case HoldsTotals():
                 return core.holds(worker, message.view, message.position)
+            case GroupKey():
+                if message.view > self._view:
+                    return False
+                if self._together is not None:
+                    self._together.put_key(message.view, message.key, message.content)
             case _:
                 raise TypeError(f"no message of an elastic job: {message!r}")
         return True
@@ -218,6 +230,8 @@ class Engine:
         match action:
             case actions.SendReport(view, report):
                 self._adopt(view.number, report)
+                if self._together is not None:
+                    self._together.follow(view)
                 entries = tuple((entry.worker, entry.since) for entry in view.entries)
                 held = tuple((span.first, span.end) for span in report.held)
                 message = WorkerReport(
@@ -233,11 +247,17 @@ class Engine:
                 for span in spans:
                     self._own.pop(span, None)
             case actions.Complete(position, spans):
+                if self._summed is not None:
+                    self._hold_total(position, Total.of(self._summed))
+                    self._summed = None
+                    return
                 there = {span: self._own.get(span) or self._received[self._view, position, span] for span in spans}
                 whole = Span(0, max(span.end for span in spans))
                 self._hold_total(position, Total(there, whole, self._node.router.allocate))
             case actions.GiveTotals(_, to, first, _) if first < min(self._totals, default=self.core.position):
                 self.behind |= {to}
+            case actions.SumTogether(number, position):
+                self._node.own(self._sum_together(number, position), "sum together")
             case actions.GiveTotals(number, to, first, end):
                 value = encode_sums([self._totals[position].sums() for position in range(first, end)])
                 self._outbox(to).put(number, Totals(number, first, value))
@@ -261,10 +281,38 @@ class Engine:
         if len(self.core.view.workers) == 1:
             return
         if value is None:
-            value = encode_sums([self._own[span] for span in spans], self._node.router.allocate)
+            held = [self._own[span] for span in spans]
+            value = encode_sums(
+                held if self._together is None else [sums.without_arrays() for sums in held],
+                self._node.router.allocate,
+            )
         named = tuple((span.first, span.end) for span in spans)
         message = PartSums(contribution.view, contribution.position, named, contribution.tag, value)
         self._send(contribution.view, message)
+
+    def send_key(self, view: int, key: str, value: bytes) -> None:
+        """Sends a key of another communicator to all others of a view, if that is still this worker's."""
+        if view == self._view:
+            self._send(view, GroupKey(view, key, value))
+
+    @property
+    def sends_sums(self) -> bool:
+        """True if this worker sends its sums to the others of its view."""
+        return self._together is None and self.core.view is not None and len(self.core.view.workers) > 1
+
+    async def _sum_together(self, view: int, position: int) -> None:
+        """Adds up what this worker contributed with what the others of the view did."""
+        assert self._together is not None
+        mine = [self._own[span] for span in sorted(self._own)]
+        others = [sums for key, sums in sorted(self._received.items()) if key[:2] == (view, position)]
+        whole = functools.reduce(Sums.add, [sums.without_arrays() for sums in (*mine, *others)])
+        arrays: Sequence[NDArray[Any]] | None = ()
+        if not whole.is_unlike:
+            arrays = await self._together.sum(view, Sums.zeros(whole.layout).arrays, [sums.arrays for sums in mine])
+        if arrays is not None and view == self._view:
+            self._summed = Sums(whole.layout, arrays, dict(sorted(whole.collected.items())))
+            self.core.summed(view, position)
+            self._go()
 
     def _adopt(self, number: int, report: Report) -> None:
         """Holds the spans of a report, also those that were received in the view before, and nothing else."""

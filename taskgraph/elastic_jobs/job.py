@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from taskgraph.node.life import NodeLife
 
 __all__ = ["elastic"]
+
+_COMMUNICATORS = ("gloo", "nccl")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,6 +50,8 @@ class Options:
         min_workers: the run does not begin with fewer.
         name: of the job; "": that of the function.
         settings: timeouts and limits.
+        communicator: "gloo" or "nccl": PyTorch's process groups make the totals, whose bits depend on the number of
+            workers then; "": this package does.
     """
 
     seed: int = 0
@@ -55,11 +60,16 @@ class Options:
     min_workers: int = 1
     name: str = ""
     settings: Settings = field(default_factory=Settings)
+    communicator: str = ""
 
     def __post_init__(self) -> None:
         every = self.checkpoint_every_s
         if isinstance(every, bool) or not isinstance(every, int | float) or not 0 < every < math.inf:
             raise JobError(f"@tg.elastic(checkpoint_every_s={every!r}): must be a number of seconds above 0")
+        if self.communicator not in ("", *_COMMUNICATORS):
+            raise JobError(f'@tg.elastic(communicator={self.communicator!r}): must be "gloo" or "nccl", or left out')
+        if self.communicator and importlib.util.find_spec("torch") is None:
+            raise JobError(f"@tg.elastic(communicator={self.communicator!r}) needs PyTorch: pip install torch")
 
 
 class ElasticFunction(JobFunction[P], Generic[P, T]):
@@ -83,7 +93,7 @@ class ElasticFunction(JobFunction[P], Generic[P, T]):
 
     def _made(self, arguments: dict[str, Any]) -> Job:
         given = self._options
-        call = ElasticCall(_in_turn(self.__wrapped__), arguments, _node, given.checkpoint_every_s)
+        call = ElasticCall(_in_turn(self.__wrapped__), arguments, _node, given.checkpoint_every_s, given.communicator)
         return Job(
             tasks=1,
             builder=_NoTask,
@@ -133,6 +143,7 @@ def elastic(
     min_workers: int = 1,
     name: str = "",
     settings: Settings = ...,
+    communicator: str = "",
 ) -> _Decorator: ...
 def elastic(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Decorates a module-level function of a run. Its other parameters are the job's options.

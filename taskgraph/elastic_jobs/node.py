@@ -24,6 +24,7 @@ from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.run import Run
 from taskgraph.elastic_jobs.serving import Serving
 from taskgraph.elastic_jobs.silence import Silence
+from taskgraph.elastic_jobs.together import Together
 from taskgraph.elastic_jobs.usercall import Stopped, UserCall
 from taskgraph.elastic_jobs.values import Values
 from taskgraph.errors import JobError
@@ -69,6 +70,7 @@ class ElasticNode(WorkerNode):
         self.reports = StableReports(self._report_counts)
         self.values = Values(self)
         self._joining: asyncio.Task[None] | None = None
+        self._together: Together | None = None
         self.lineage = 0
         self._outside_since = -1  # the number of the view that excluded this worker
         self._begin_anew()
@@ -90,21 +92,40 @@ class ElasticNode(WorkerNode):
     def stop_following(self) -> None:
         self._stop_following()
         self.call.stop()
+        self._close_group()
 
     def _begin_anew(self) -> None:
         """Makes the engine and the call of user code of a worker that is in no view."""
+        self._close_group()
+        self._together = self._made_together()
         self.engine = Engine(
             self,
-            Worker(self.id),
+            Worker(self.id, together=self._together is not None),
             refused=self.suspicion.call_refused,
             stable=self._note_stable,
             differ=self.differences.found,
             excluded=self._excluded,
+            together=self._together,
         )
         self.call = UserCall(self, self.engine, self._call_function)
         if self._joining is not None:
             self._joining.cancel()
         self._joining = None
+
+    def _made_together(self) -> Together | None:
+        """Makes what sums by the job's communicator, in a process of its own."""
+        elastic = self.job.elastic
+        if elastic is None or not elastic.communicator or not self.own_process:
+            return None
+        name = elastic.communicator
+        return Together(self, name, fail=self.fail_by, send=self._send_key, changed=self._changed)
+
+    def _send_key(self, view: int, key: str, value: bytes) -> None:
+        self.engine.send_key(view, key, value)
+
+    def _close_group(self) -> None:
+        if self._together is not None:
+            self._together.close()
 
     def _workers(self) -> tuple[str, ...]:
         known = self.keeper.view.workers
@@ -202,7 +223,9 @@ class ElasticNode(WorkerNode):
             return first_view(job, self.id, run=self.spec.run, fewest=max(self.job.min_nodes, expected))
         missed = self.suspects | self.silence.workers | self.engine.behind
         outvoted = self.differences.outvoted
-        return next_view(job, self.id, self.engine.core, gone=self.gone, suspects=missed, outvoted=outvoted)
+        again = -1 if self._together is None else self._together.renewed_in
+        core = self.engine.core
+        return next_view(job, self.id, core, gone=self.gone, suspects=missed, outvoted=outvoted, again=again)
 
     async def _propose(self, view: View) -> None:
         job, before, writer = self.keeper.view, self._workers(), self.writer()

@@ -9,6 +9,7 @@ What parts collect travels with the sums, and is not added up.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -17,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, StepError
 from taskgraph.graph.arrays import INLINE_BYTES, empty
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import decode, encode
@@ -27,7 +28,9 @@ __all__ = ["Layout", "Sums", "decode_sums", "difference", "empty_array", "encode
 
 Layout = tuple[Any, ...]
 """("n", type) of a number; ("a", library, dtype, shape) of an array; ("d", names, layouts), ("l", layouts) and
-("t", layouts) of a dict, a list and a tuple."""
+("t", layouts) of a dict, a list and a tuple; ("x", difference) of a sum of trees that differ."""
+
+_UNLIKE: Final = "x"
 
 _NUMBERS: Final[dict[type, tuple[str, type]]] = {
     bool: ("int", np.int64),
@@ -35,6 +38,7 @@ _NUMBERS: Final[dict[type, tuple[str, type]]] = {
     float: ("float", np.float64),
     complex: ("complex", np.complex128),
 }
+_DTYPES: Final = dict(_NUMBERS.values())
 _MADE: Final[dict[str, Callable[[Any], Any]]] = {"int": int, "float": float, "complex": complex}
 
 
@@ -72,11 +76,32 @@ class Sums:
         """The memory of the arrays and of what was collected."""
         return sum(array.nbytes for array in self.arrays) + sum(value.size_bytes for value in self.collected.values())
 
+    @classmethod
+    def zeros(cls, layout: Layout) -> Sums:
+        """Makes the sum of no parts, with a layout."""
+        sizes: dict[np.dtype[Any], int] = {}
+        for dtype, size in _sizes(layout):
+            sizes[dtype] = sizes.get(dtype, 0) + size
+        return cls(layout, [np.zeros(size, dtype) for dtype, size in sizes.items()])
+
+    def without_arrays(self) -> Sums:
+        """Returns the layout and what was collected."""
+        return Sums(self.layout, (), self.collected)
+
+    @property
+    def is_unlike(self) -> bool:
+        """True for a sum of trees that differ: it has no elements, and is no tree."""
+        return bool(self.layout[0] == _UNLIKE)
+
     def add(self, other: Sums, allocate: Allocate | None = None) -> Sums:
-        """Returns the sum of two sums of equal layout (see `difference`), of which `other` has the later parts.
+        """Returns the sum of two sums, of which `other` has the later parts. See `is_unlike` where they differ.
 
         Uses the arrays of this sum, unless they were sent or received: then they are read-only.
         """
+        if self.layout != other.layout:
+            unlike = next((each.layout for each in (self, other) if each.is_unlike), None)
+            layout = unlike or (_UNLIKE, difference(self.layout, other.layout))
+            return Sums(layout, (), {**self.collected, **other.collected})
         with np.errstate(all="ignore"):  # inf and nan are `nonfinite` of run.steps
             arrays = [_added(a, b, allocate) for a, b in zip(self.arrays, other.arrays, strict=True)]
         return Sums(self.layout, arrays, {**self.collected, **other.collected})
@@ -89,9 +114,14 @@ class Sums:
     def tree(self, views: Container[str] = ()) -> Any:
         """Makes the tree. Its arrays are copies.
 
+        Raises:
+            StepError: the trees that were added up differ.
+
         Args:
             views: names in the tree, a dict, whose arrays are read-only numpy views.
         """
+        if self.is_unlike:
+            raise StepError(_unlike_text(*self.layout[1]))
         at = {array.dtype: 0 for array in self.arrays}
         arrays = {array.dtype: array for array in self.arrays}
         if not views:
@@ -103,6 +133,14 @@ class Sums:
     def all_finite(self) -> bool:
         """True if no element is nan or infinite."""
         return all(bool(np.isfinite(array).all()) for array in self.arrays)
+
+
+def _unlike_text(path: tuple[str, ...], first: str, second: str) -> str:
+    where = ".".join(path[1:] if path[:1] == ("add",) else path) or "what they add"
+    return (
+        f"{where} is {first} in some parts, and {second} in others: add the same names with the same shapes and dtypes "
+        f"in all parts, on all workers"
+    )
 
 
 class _Elements:
@@ -187,6 +225,18 @@ def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
         f"{where or 'a value'} is a {type(value).__name__}: a sum is made of numbers, arrays, and dicts, lists and "
         f"tuples of them"
     )
+
+
+def _sizes(layout: Layout) -> Iterator[tuple[np.dtype[Any], int]]:
+    """Yields dtype and size of each number and array."""
+    kind = layout[0]
+    if kind == "n":
+        yield np.dtype(_DTYPES[layout[1]]), 1
+    elif kind == "a":
+        yield np.dtype(layout[2]), math.prod(layout[3])
+    else:
+        for part in layout[-1]:
+            yield from _sizes(part)
 
 
 def _made(

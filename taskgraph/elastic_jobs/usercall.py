@@ -101,7 +101,7 @@ class UserCall:
             assert self._merging is not None
             self._merging.add(*done)
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
-                finished = self._merging.take(to_send=len(self.workers) > 1)
+                finished = self._merging.take(to_send=self._engine.sends_sums)
                 self._handed_at = threads.clock()
         if self._dealt and finished is not None:
             threads.post(self._engine.computed, position, finished)

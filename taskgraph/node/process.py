@@ -44,7 +44,7 @@ from taskgraph.coordination.opening import open_coordinator
 from taskgraph.device.cuda import bound_memory, device_count
 from taskgraph.device.visible import VISIBLE
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable, no_thread
+from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, no_thread
 from taskgraph.graph.values import begin_digest, verify
 from taskgraph.jobs import Job
 from taskgraph.network.tls import Tls
@@ -206,6 +206,11 @@ async def _run(
     token = bytes.fromhex(config.token)
     listening = config.listening
     tls = Tls.of(config.node_tls)
+    if tls is not None and job.elastic is not None and job.elastic.communicator:
+        raise JobError(
+            f"communicator={job.elastic.communicator!r} sends sums without TLS, and this node was started with TLS: "
+            f"leave one of them out"
+        )
     events = EventLog(config.name)
     async with AsyncExitStack() as stack:
         folder = config.folder

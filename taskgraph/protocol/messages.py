@@ -482,6 +482,14 @@ class Totals(_Message, frozen=True, tag=True):
     value: Encoded
 
 
+class GroupKey(_Message, frozen=True, tag=True):
+    """Worker to worker, with another communicator: a key by which the workers of a view find each other."""
+
+    view: int
+    key: str
+    content: bytes
+
+
 class CopyState(_Message, frozen=True, tag=True):
     """Newcomer to worker: send me your state between two steps, once the last total before it is stable."""
 
@@ -577,6 +585,7 @@ Call = (
     | PartSums
     | Totals
     | HoldsTotals
+    | GroupKey
     | CopyState
     | FollowTotals
     | DescribeState

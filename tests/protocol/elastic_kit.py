@@ -53,10 +53,25 @@ class Peer:
     ended: bool = False
     calls: int = 0
     outvoted: tuple[str, ...] = ()
+    summing: tuple[int, int] | None = None  # view and position of the sum that it makes together with the others
+    summed: str = ""
 
 
 class World:
-    def __init__(self, seed: int, *, workers: int, steps: int, parts: int, deaths: int, exclusions: int, joins: int):
+    def __init__(
+        self,
+        seed: int,
+        *,
+        workers: int,
+        steps: int,
+        parts: int,
+        deaths: int,
+        exclusions: int,
+        joins: int,
+        together: bool = False,
+    ):
+        self.together = together
+        self.operations: dict[int, list[tuple[int, dict[str, str]]]] = {}  # view -> position and sums, in order
         self.rng = random.Random(seed)
         self.weights = {what: self.rng.choice((0.03, 0.3, 1.0)) for what in ("read", "kill", "exclude", "join", "copy")}
         self.cut = self.rng.choice((None, None, *"ABC")) if exclusions else None
@@ -73,7 +88,7 @@ class World:
         self.liars: set[str] = set()  # workers with wrong tags
         self.entered = set(self.view.workers)
         for name in self.view.workers:
-            self.peers[name] = Peer(name, Worker(name, whole=True))
+            self.peers[name] = Peer(name, Worker(name, whole=True, together=together))
             self.peers[name].core.enter(0)
         for peer in list(self.peers.values()):
             self.read(peer, self.view)
@@ -92,6 +107,8 @@ class World:
         for peer in self.peers.values():
             if not peer.alive:
                 continue
+            if peer.summing is not None and self.operation(peer) is not None:
+                found.append((self.slow.get(peer.name, 1.0), lambda p=peer: self.get_sum(p)))
             if peer.core.phase != Phase.OUTSIDE or peer.hand or peer.core.view is None:
                 found.append((self.slow.get(peer.name, 1.0), lambda p=peer: self.run_user(p)))
             if (peer.core.view is None or peer.core.view.number < self.view.number) and (
@@ -159,7 +176,7 @@ class World:
         self.joins -= 1
         name = f"N{len(self.peers)}"
         self.note(f"{name} starts")
-        self.peers[name] = Peer(name, Worker(name))
+        self.peers[name] = Peer(name, Worker(name, together=self.together))
 
     def catch_up(self, peer: Peer, donor: Peer) -> None:
         """A newcomer copies stable totals of a donor, then enters against the donor's view."""
@@ -206,6 +223,34 @@ class World:
                 peer.own = {}
         elif isinstance(content, core.Holds) and not peer.core.holds(sender, content.view, content.position):
             self.net.append(message)
+        self.carry_out(peer)
+
+    def join_operation(self, peer: Peer, action: core.SumTogether) -> None:
+        """The operations of a process group have no names: the first of one worker is the first of all others."""
+        operations = self.operations.setdefault(action.view, [])
+        number = sum(peer.name in sums for _, sums in operations)
+        if number == len(operations):
+            operations.append((action.position, {}))
+        position, sums = operations[number]
+        if position != action.position:
+            raise Broken(f"{peer.name} adds up {action.position} while others do {position}")
+        sums[peer.name] = "+".join(peer.own[span] for span in sorted(peer.own))
+        peer.summing = action.view, action.position
+
+    def operation(self, peer: Peer) -> str | None:
+        """Returns what the operation gave that the worker is in; None: not all workers of the view are in it."""
+        assert peer.summing is not None and peer.core.view is not None
+        view, position = peer.summing
+        sums = dict(self.operations[view])[position]
+        if peer.core.view.number != view or sums.keys() != set(peer.core.view.workers):
+            return None
+        return "+".join(f"({sums[name]})" for name in sorted(sums) if sums[name])
+
+    def get_sum(self, peer: Peer) -> None:
+        peer.summed = self.operation(peer) or ""
+        (view, position), peer.summing = peer.summing or (-1, -1), None
+        self.note(f"{peer.name} gets the sum of {position}")
+        peer.core.summed(view, position)
         self.carry_out(peer)
 
     def take(self, peer: Peer, sender: str, content: Contribution, sums: dict[Span, str]) -> None:
@@ -262,7 +307,7 @@ class World:
             others = [w for w in action.view.workers if w != peer.name]
             self.net += [(peer.name, w, action, {}) for w in others]
         elif isinstance(action, core.Contribute):
-            sums = {span: peer.own[span] for span in action.contribution.spans}
+            sums = {} if self.together else {span: peer.own[span] for span in action.contribution.spans}
             self.net += [(peer.name, w, action.contribution, sums) for w in others]
         elif isinstance(action, core.Merge):
             first, second = halves(action.span)
@@ -270,6 +315,12 @@ class World:
         elif isinstance(action, core.Drop):
             for span in action.spans:
                 peer.own.pop(span, None)
+        elif isinstance(action, core.SumTogether):
+            self.join_operation(peer, action)
+        elif isinstance(action, core.Complete) and self.together:
+            peer.totals.append(peer.summed)
+            peer.own = {}
+            self.note(f"{peer.name} completes {action.position}: {peer.totals[-1]}")
         elif isinstance(action, core.Complete):
             assert worker.view is not None
             held = {
@@ -360,7 +411,7 @@ class World:
         raise Broken(f"E6: no end: {states}, view {self.view}")
 
 
-def walk(seed: int) -> World:
+def walk(seed: int, *, together: bool = False) -> World:
     rng = random.Random(seed)
     world = World(
         seed,
@@ -370,6 +421,7 @@ def walk(seed: int) -> World:
         deaths=rng.choice((0, 1, 1, 2)),
         exclusions=rng.choice((0, 0, 1, 1)),
         joins=rng.choice((0, 0, 1, 2)),
+        together=together,
     )
     for _ in range(rng.choice((20, 60, 150))):
         if world.lost or not world.step(faults=True):

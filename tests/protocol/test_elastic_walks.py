@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from elastic_kit import Broken, World, walk
+from elastic_kit import Broken, Peer, World, walk
 
 from taskgraph.protocol.elastic import flush, worker
 from taskgraph.protocol.elastic.flush import Outcome, Report
@@ -19,6 +19,18 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def test_invariants_hold() -> None:
     for seed in range(200):
         walk(seed)
+
+
+def test_invariants_hold_if_workers_add_up_together() -> None:
+    for seed in range(200):
+        walk(seed, together=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(200, 3200, 500))
+def test_invariants_hold_in_more_walks_together(first: int) -> None:
+    for seed in range(first, first + 500):
+        walk(seed, together=True)
 
 
 @pytest.mark.slow
@@ -166,9 +178,9 @@ WALKS = 9000
 """Walks in which a mistake must show. Most show in the first 100."""
 
 
-def is_found(seed: int) -> bool:
+def is_found(seed: int, *, together: bool = False) -> bool:
     try:
-        walk(seed)
+        walk(seed, together=together)
     except (Broken, AssertionError, KeyError, ValueError):
         return True
     return False
@@ -189,3 +201,25 @@ def test_worker_with_another_tag_is_excluded(seed: int) -> None:
     world.end()
     assert set(world.view.workers) == {"A", "B", "C"} - world.liars
     assert all(len(world.peers[worker].totals) == 3 for worker in world.view.workers)
+
+
+def holds_sums_that_were_not_sent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Round, "stop", lambda self, together: _stop(self, False))
+
+
+def sum_of_some_workers_counts(patch: pytest.MonkeyPatch) -> None:
+    def operation(self: World, peer: Peer) -> str:
+        assert peer.summing is not None
+        sums = dict(self.operations[peer.summing[0]])[peer.summing[1]]
+        return "+".join(f"({sums[name]})" for name in sorted(sums) if sums[name])
+
+    patch.setattr(World, "operation", operation)
+
+
+_stop = _Round.stop
+
+
+@pytest.mark.parametrize("plant", [holds_sums_that_were_not_sent, sum_of_some_workers_counts])
+def test_planted_mistake_is_found_together(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert any(is_found(seed, together=True) for seed in range(WALKS))

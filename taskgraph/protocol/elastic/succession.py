@@ -34,7 +34,7 @@ def first_view(job: JobView, me: str, *, run: str, fewest: int) -> View | None:
 
 
 def next_view(
-    job: JobView, me: str, core: Worker, *, gone: Workers, suspects: Workers, outvoted: Workers
+    job: JobView, me: str, core: Worker, *, gone: Workers, suspects: Workers, outvoted: Workers, again: int = -1
 ) -> View | None:
     """Returns the view that this worker proposes after that of the job; None: none.
 
@@ -42,6 +42,7 @@ def next_view(
         gone: nodes whose keys are gone.
         suspects: nodes that may be lost.
         outvoted: workers that differ from most others.
+        again: the number of a view whose workers are to try again, in another one; -1: none.
     """
     if job.workers is None:
         return None
@@ -56,7 +57,7 @@ def next_view(
             lost |= leavers(job, gone | suspects)
     else:
         lost = gone  # those that are only suspected may hold totals that it lacks
-    return view.without(lost) if lost & set(view.workers) else None
+    return view.without(lost) if lost & set(view.workers) or again == view.number else None
 
 
 def leavers(job: JobView, lost: Workers) -> Workers:

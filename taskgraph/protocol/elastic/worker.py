@@ -18,6 +18,9 @@
    differ is never complete: the next view is without the outvoted workers.
 4. A total is *stable* for a worker that knows from every worker of its view that it holds the total: by a contribution
    to a later position, a report, or an answer after the last one. Only stable totals may count outside.
+5. If another communicator makes the totals (`together`), contributions carry no sums: a worker holds its own sums only.
+   Once all contributions are there, all workers of the view add up together what they contributed. The position is
+   complete for those that got the total; a view that comes first ends the attempt.
 
 The caller calls a method for each event, and then carries `take()` out, in order. It keeps the value of each held span
 and of each total until an action drops it.
@@ -49,6 +52,7 @@ __all__ = [
     "Phase",
     "SendReport",
     "Stable",
+    "SumTogether",
     "Worker",
 ]
 
@@ -111,6 +115,14 @@ class Complete:
 
 
 @frozen
+class SumTogether:
+    """Add up what this worker contributed with what all others did, by another communicator; then call `summed`."""
+
+    view: int
+    position: int
+
+
+@frozen
 class GiveTotals:
     """Send the totals `first` to `end - 1` to a worker that lacks them."""
 
@@ -160,7 +172,20 @@ class NoneWhole:
     view: int
 
 
-Action = SendReport | Contribute | Merge | Drop | Complete | GiveTotals | Holds | Stable | Differ | Outside | NoneWhole
+Action = (
+    SendReport
+    | Contribute
+    | Merge
+    | Drop
+    | SumTogether
+    | Complete
+    | GiveTotals
+    | Holds
+    | Stable
+    | Differ
+    | Outside
+    | NoneWhole
+)
 
 
 class _Round:
@@ -176,9 +201,10 @@ class _Round:
         targets: spans that this worker contributes.
         received: worker -> the spans that it contributed in this view, in the order of arrival.
         tags: worker -> the tag of its contributions.
+        summing: the workers of this view add up together; `summed`: they have.
     """
 
-    __slots__ = ("begun", "due", "own", "parts", "received", "tag", "tags", "targets", "waiting")
+    __slots__ = ("begun", "due", "own", "parts", "received", "summed", "summing", "tag", "tags", "targets", "waiting")
 
     def __init__(self) -> None:
         self.parts = 0
@@ -190,11 +216,14 @@ class _Round:
         self.targets: tuple[Span, ...] = ()
         self.received: dict[str, list[Span]] = {}
         self.tags: dict[str, bytes] = {}
+        self.summing = self.summed = False
 
-    def stop(self) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+    def stop(self, together: bool) -> tuple[tuple[Span, ...], tuple[int, ...]]:
         """Ends the exchange of a view. Returns the spans held, and the parts begun that are not among them."""
-        self.own.update(span for spans in self.received.values() for span in spans)
+        if not together:
+            self.own.update(span for spans in self.received.values() for span in spans)
         self.received, self.tags = {}, {}
+        self.summing = self.summed = False
         self.due, self.waiting, self.targets = {}, [], ()
         held = {part for span in self.own for part in span.parts}
         return tuple(sorted(self.own)), tuple(sorted(self.begun - held))
@@ -258,6 +287,7 @@ class Worker:
         me: its node id.
         position: the number of totals that its state rests on.
         whole: it is of the first view of its lineage.
+        together: another communicator makes the totals.
 
     Attributes:
         view: the newest view that it has read; None: none.
@@ -267,13 +297,14 @@ class Worker:
         stable: all workers of the view are known to hold the totals below this position.
     """
 
-    def __init__(self, me: str, *, position: int = 0, whole: bool = False) -> None:
+    def __init__(self, me: str, *, position: int = 0, whole: bool = False, together: bool = False) -> None:
         self.view: View | None = None
         self.phase = Phase.OUTSIDE
         self.position = position
         self.whole = whole
         self.stable = 0
         self._me = me
+        self._together = together
         self._since = -1
         self._reports: dict[str, Report] = {}
         self._outcome: Outcome | None = None
@@ -322,7 +353,7 @@ class Worker:
                 self._actions.append(Outside())
             return
         self.phase = Phase.FLUSHING
-        held, begun = self._round.stop()
+        held, begun = self._round.stop(self._together)
         self._reports, self._outcome, self._known, self._early = {}, None, {}, []
         report = Report(self.position, self.whole, held, begun)
         self._actions.append(SendReport(view, report))
@@ -505,16 +536,27 @@ class Worker:
         known = self._round
         if self.phase != Phase.WORKING or not known.due or not all(map(known.covered, known.due)):
             return
+        assert self.view is not None
         if any(tag != known.tag for tag in known.tags.values()):
-            assert self.view is not None
             outvoted = _outvoted(self.view.workers, known.tags)
             for worker in outvoted:  # what they sent may rest on a wrong state: it is not held in the next view
                 del known.received[worker]
             self._actions.append(Differ(self.position, outvoted))
             return
+        if self._together and not known.summed:
+            if not known.summing:
+                known.summing = True
+                self._actions.append(SumTogether(self.view.number, self.position))
+            return
         spans = tuple(sorted(span for spans in known.received.values() for span in spans))
         self._actions.append(Complete(self.position, spans))
         self._next()
+
+    def summed(self, view: int, position: int) -> None:
+        """The workers of a view have added up together; this one has the total."""
+        if self.phase == Phase.WORKING and (view, position) == (getattr(self.view, "number", -1), self.position):
+            self._round.summed = True
+            self._complete()
 
     def ended(self) -> None:
         """User code has returned: it reaches no later position."""

@@ -1,0 +1,257 @@
+"""Totals that PyTorch's communicators make: one process group for each view, in a thread of its own.
+
+    a view is read ──► the group of the view before is closed, at once ──► a group of this view
+    all contributions are there ──► an operation of the group ──► the total, on this worker
+    an operation failed, and no other view comes ──► the next view has the same workers, and another group
+
+A thread whose group was closed may still be in an operation: nobody waits for it. Its peers close the group, too, which
+ends the operation. Addresses of a group travel as messages, so no process is special.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from numpy.typing import NDArray
+
+from taskgraph.errors import JobError
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.reach import tcp_address
+
+if TYPE_CHECKING:
+    from taskgraph.node.core import NodeCore
+
+__all__ = ["GroupClosed", "Together"]
+
+_RENEW_AFTER_S: Final = 1.0
+"""How long after a failed operation a view without a lost worker may come, before the same workers try again."""
+_MOST_FAILURES: Final = 3
+"""Operations that fail one after another, although all workers live, before the job fails."""
+
+_Arrays = Sequence[NDArray[Any]]
+Result = concurrent.futures.Future[list[NDArray[Any]]]
+
+
+class GroupClosed(Exception):
+    """The group was closed: its view is over."""
+
+
+class _Keys:
+    """The keys of a view: what one worker sets, all get."""
+
+    def __init__(self, send: Callable[[str, bytes], None]) -> None:
+        self._send = send
+        self._found: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def set(self, key: str, value: bytes) -> None:
+        self.put(key, value)
+        self._send(key, value)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Takes a key that another worker set."""
+        with self._changed:
+            self._found[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        """Waits for a key. Raises GroupClosed if the view is over before."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._found or self._closed)
+            if self._closed:
+                raise GroupClosed
+            return self._found[key]
+
+    def has(self, key: str) -> bool:
+        return key in self._found
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class _Group:
+    """The process group of one view, in its thread.
+
+    Args:
+        number: of the view.
+        rank, size: of this worker, and of the view.
+        host: see `process_groups.make_group`.
+        send: gives a key to all other workers of the view; called in the thread.
+    """
+
+    def __init__(
+        self, backend: str, number: int, rank: int, size: int, host: str, send: Callable[[str, bytes], None]
+    ) -> None:
+        self.number = number
+        self._backend = backend
+        self.keys = _Keys(send)
+        self._waiting: queue.SimpleQueue[tuple[_Arrays, Sequence[_Arrays], Result] | None] = queue.SimpleQueue()
+        self._asked: Result | None = None
+        self._group: Any = None
+        thread = threading.Thread(
+            target=self._run, args=(rank, size, host), name=f"process group of view {number}", daemon=True
+        )
+        thread.start()
+
+    def sum(self, zeros: _Arrays, held: Sequence[_Arrays]) -> Result:
+        """Begins an operation (`process_groups.sum_over`). The result has GroupClosed if the group is closed first."""
+        self._asked = Result()
+        self._waiting.put((zeros, held, self._asked))
+        return self._asked
+
+    def close(self) -> None:
+        """Closes the group from outside: returns at once, also if an operation is under way."""
+        self.keys.close()
+        self._waiting.put(None)
+        if self._asked is not None:
+            _settle(self._asked, GroupClosed())
+        if self._group is not None:
+            from taskgraph.elastic_jobs.process_groups import abort
+
+            abort(self._group, self._backend)
+
+    def _run(self, rank: int, size: int, host: str) -> None:
+        failure: Exception | None = None
+        try:
+            from taskgraph.elastic_jobs.process_groups import make_group, sum_over
+
+            self._group = make_group(self._backend, self.keys, rank, size, host)
+        except Exception as error:
+            failure = error
+        while (asked := self._waiting.get()) is not None:
+            zeros, held, result = asked
+            try:
+                if failure is not None:
+                    raise failure
+                found = sum_over(self._group, self._backend, zeros, held)
+            except Exception as error:
+                failure = error  # the workers may have gone apart
+                _settle(result, error)
+            else:
+                _settle(result, found)
+        self._group = None  # its connections are closed: peers in an operation see that
+
+
+def _settle(result: Result, found: list[NDArray[Any]] | Exception) -> None:
+    try:
+        if isinstance(found, Exception):
+            result.set_exception(found)
+        else:
+            result.set_result(found)
+    except concurrent.futures.InvalidStateError:
+        pass  # the group was closed meanwhile
+
+
+class Together:
+    """Sums what the workers of a view contributed, with one process group for each view.
+
+    Args:
+        backend: "gloo" or "nccl".
+        fail: fails the job.
+        send: sends a key to all other workers of a view: its number, key and value.
+        changed: called when the same workers are to try again, in another view.
+
+    Attributes:
+        renewed_in: the number of the view in which an operation failed although all workers live; -1: none.
+    """
+
+    def __init__(
+        self,
+        node: NodeCore,
+        backend: str,
+        *,
+        fail: Callable[[JobError], Awaitable[None]],
+        send: Callable[[int, str, bytes], None],
+        changed: Callable[[], None],
+    ) -> None:
+        # Before user code runs, and before the node has a lease to renew: another thread must not find half of PyTorch.
+        import taskgraph.elastic_jobs.process_groups  # noqa: F401
+
+        self._node = node
+        self._backend = backend
+        self._fail = fail
+        self._send = send
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._group: _Group | None = None
+        self._view = -1
+        self._failures = 0
+        self.renewed_in = -1
+
+    def follow(self, view: View) -> None:
+        """Closes the group of the view before, and makes the one of this view."""
+        self.close()
+        self._view = view.number
+        if len(view.workers) > 1:
+            number, rank = view.number, view.workers.index(self._node.id)
+
+            def send(key: str, value: bytes) -> None:
+                self._loop.call_soon_threadsafe(self._send, number, key, value)
+
+            self._group = _Group(self._backend, number, rank, len(view.workers), self._host(), send)
+
+    def _host(self) -> str:
+        addresses = (tcp_address(endpoint)[0] for endpoint in self._node.transport.endpoints)
+        return next(filter(None, addresses), "127.0.0.1")
+
+    def put_key(self, view: int, key: str, value: bytes) -> None:
+        """Takes a key that another worker of the view set."""
+        if self._group is not None and self._group.number == view:
+            self._group.keys.put(key, value)
+
+    async def sum(self, view: int, zeros: _Arrays, held: Sequence[_Arrays]) -> _Arrays | None:
+        """Returns the sums over all workers of a view (`process_groups.sum_over`); None: this view has no total."""
+        if view != self._view:
+            return None
+        if self._group is None:
+            for arrays in held:
+                for total, array in zip(zeros, arrays, strict=True):
+                    total += array
+            return zeros
+        try:
+            sums = await asyncio.wrap_future(self._group.sum(zeros, held))
+        except GroupClosed:
+            return None
+        except Exception as error:
+            await self._try_again(view, error)
+            return None
+        self._failures = 0
+        return sums
+
+    async def _try_again(self, view: int, error: Exception) -> None:
+        """Waits for a view without the worker whose loss was the reason. If none comes, the same workers try again.
+
+        The job fails if that is of no use.
+        """
+        if isinstance(error, JobError):
+            await self._fail(error)
+            return
+        await asyncio.sleep(_RENEW_AFTER_S)
+        if self._view != view:
+            return
+        self._failures += 1
+        first_line = str(error).partition("\n")[0]
+        if self._failures >= _MOST_FAILURES:
+            text = (
+                f"communicator={self._backend!r} failed {self._failures} times though all workers live: {first_line}. "
+                f"Look at the network between the hosts (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or leave it out"
+            )
+            await self._fail(JobError(text))
+            return
+        self._node.events.emit("regrouped", f"{self._backend} failed ({first_line}): its group is made anew")
+        self.renewed_in = view
+        self._changed()
+
+    def close(self) -> None:
+        """Closes the group."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._view = None, -1
