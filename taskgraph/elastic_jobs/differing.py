@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from taskgraph.elastic_jobs.state import is_array
 from taskgraph.errors import Refused, StateError, TransportError
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.messages import DescribeState, StateDigests
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["Differences", "is_checked"]
 
 _AGAIN = 20
-"""Workers that differ again within so many sums differ for a lasting reason."""
+"""Workers that differ again within so many sums, since one of them has entered anew, differ for a lasting reason."""
 _FIRST, _EVERY = 10, 10
 """The first ten steps and every tenth one are checked: digests read the whole state."""
 _ASK_S = 1.0
 """Time for the outvoted worker to answer. The others wait for it at this position."""
 _NAMED = 3
 """The most differing names in a message."""
+_CALLS = "a further round, run.once, run.map, break or return"
 
 
 def is_checked(step: int) -> bool:
@@ -50,11 +52,17 @@ class Differences:
         self._node = node
         self._changed = changed
         self.outvoted: frozenset[str] = frozenset()
-        self._position = -_AGAIN - 1  # at which workers differed last
+        self._away: frozenset[str] = frozenset()  # they were outvoted, and have left the view
+        self._position = -_AGAIN - 1  # at which workers differed last, or entered anew because of it
 
     def read_view(self, view: View) -> None:
         """One that enters again begins with a copied state."""
-        self.outvoted &= frozenset(view.workers)
+        workers = frozenset(view.workers)
+        self._away |= self.outvoted - workers
+        self.outvoted &= workers
+        if self._away & workers:
+            self._away -= workers
+            self._position = self._node.engine.core.position
 
     def found(self, position: int, outvoted: tuple[str, ...]) -> None:
         """The tags of workers differ at this position."""
@@ -70,7 +78,9 @@ class Differences:
             return
         self._position = position
         self.outvoted = frozenset(outvoted)
-        for text in found:
+        view = node.engine.core.view
+        others = () if view is None else [worker for worker in view.workers if worker not in outvoted]
+        for text in found if others[:1] == [node.id] else ():  # the others found the same
             node.events.emit("differs", f"{text}: it enters anew, with a copied state")
         self._changed()
 
@@ -86,13 +96,13 @@ async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> 
         except (Refused, TransportError, TimeoutError) as error:
             node.log.info("%s does not describe its state: %s", name, str(error) or "no answer")
     if mine is None or theirs is None or mine.step != theirs.step:
-        return f"{name} differs in its totals, its state or its calls"
+        return f"{name} differs in its totals, its state or its calls ({_CALLS})"
     here, there = dict(mine.digests), dict(theirs.digests)
     names = sorted(path for path in {*here, *there} if here.get(path) != there.get(path))
     if not names:
-        return f"{name} differs in its totals or its calls of step {mine.step}"
+        return f"{name} differs after step {mine.step} in its totals or its calls ({_CALLS})"
     # Numbers first: a learning rate says more than an array that it spoilt.
-    names.sort(key=lambda path: path.count("."))
+    names.sort(key=lambda path: (is_array(here.get(path) or there[path]), path.count(".")))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"the state of {name} differs before step {mine.step}: {', '.join(names[:_NAMED])}{more}"
 
@@ -100,6 +110,6 @@ async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> 
 def _lasting(what: str) -> StateError:
     """Returns the error for workers that differ again."""
     return StateError(
-        f"{what}; it did just before, too: something that later steps read is not named in run.state, or the update is "
-        f"not deterministic"
+        f"{what}; it did just before, too: name in run.state all that later steps and a break depend on, and let them "
+        f"depend on nothing else: no clock, no rank, no generator of your own"
     )

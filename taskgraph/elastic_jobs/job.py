@@ -123,6 +123,7 @@ def _in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
             seed_generators(spec.seed)
             value = function(run, **arguments)
             run.check_over()
+            run.progress.end()
             return value
 
     return call

@@ -90,6 +90,22 @@ class Progress:
             self.position, self.tag = self.position + 1, chained(self.tag, answer)
         return answer
 
+    def end(self) -> None:
+        """Waits until user code has returned on all workers, in a round of its own: one that goes on differs.
+
+        Raises:
+            StepError: user code has returned before the first step, unlike that of the worker whose state is copied.
+        """
+        self._wait()
+        if not self.in_steps and self._copied is not None:
+            raise StepError(
+                "the function returned before its first step, and goes on to it on other workers: decide from "
+                "arguments and run.once alone"
+            )
+        done: tuple[int, Sums] | None = None
+        while isinstance(answer := self.ask(1, b"return", done), int):
+            done = answer, Sums.of({})
+
     def seed(self, what: int) -> None:
         """Seeds the generators alike on all workers."""
         seed_generators(derived_seed(self.node.spec.seed, self.position, what))

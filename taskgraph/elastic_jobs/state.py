@@ -22,7 +22,7 @@ from taskgraph.protocol.messages import Encoded
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["State", "capture", "check_names", "check_shapes", "leaves", "load", "writable"]
+__all__ = ["State", "capture", "check_names", "check_shapes", "is_array", "leaves", "load", "writable"]
 
 
 class State:
@@ -118,10 +118,16 @@ def digests(state: Any) -> dict[str, bytes]:
             for index, item in enumerate(value):
                 walk(f"{path}.{index}", item)
         else:
-            found[path] = encode(value, what=f"run.state: {path}").digest
+            kind = b"array" if getattr(value, "ndim", 0) else b""
+            found[path] = kind + encode(value, what=f"run.state: {path}").digest
 
     walk("", {name: _captured(value) for name, value in _items(state).items()})
     return found
+
+
+def is_array(digest: bytes) -> bool:
+    """True if the digest is that of an array, and not of a number or a text."""
+    return len(digest) > 16
 
 
 def load(state: Any, loaded: Mapping[str, Any]) -> None:

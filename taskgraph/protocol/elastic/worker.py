@@ -202,9 +202,13 @@ class _Round:
         received: worker -> the spans that it contributed in this view, in the order of arrival.
         tags: worker -> the tag of its contributions.
         summing: the workers of this view add up together; `summed`: they have.
+        outvoted: workers whose tags differ; what they contribute is dropped.
     """
 
-    __slots__ = ("begun", "due", "own", "parts", "received", "summed", "summing", "tag", "tags", "targets", "waiting")
+    __slots__ = (
+        *("begun", "due", "outvoted", "own", "parts", "received"),
+        *("summed", "summing", "tag", "tags", "targets", "waiting"),
+    )
 
     def __init__(self) -> None:
         self.parts = 0
@@ -217,12 +221,13 @@ class _Round:
         self.received: dict[str, list[Span]] = {}
         self.tags: dict[str, bytes] = {}
         self.summing = self.summed = False
+        self.outvoted: tuple[str, ...] = ()
 
     def stop(self, together: bool) -> tuple[tuple[Span, ...], tuple[int, ...]]:
         """Ends the exchange of a view. Returns the spans held, and the parts begun that are not among them."""
         if not together:
             self.own.update(span for spans in self.received.values() for span in spans)
-        self.received, self.tags = {}, {}
+        self.received, self.tags, self.outvoted = {}, {}, ()
         self.summing = self.summed = False
         self.due, self.waiting, self.targets = {}, [], ()
         held = {part for span in self.own for part in span.parts}
@@ -526,22 +531,27 @@ class Worker:
     def _receive(self, worker: str, contribution: Contribution) -> None:
         if contribution.position > self.position:
             self._early.append((worker, contribution))
-        elif contribution.position == self.position:
+        elif contribution.position == self.position and worker not in self._round.outvoted:
             self._round.tags[worker] = contribution.tag
             spans = self._round.received.setdefault(worker, [])
             spans += [span for span in contribution.spans if span not in spans]
 
     def _complete(self) -> None:
-        """Completes the position at work if all workers of the view contributed all that they have to."""
+        """Completes the position at work if all workers of the view contributed all that they have to.
+
+        Tags are compared as soon as there is one of each worker: workers that differ may wait for different parts.
+        """
         known = self._round
-        if self.phase != Phase.WORKING or not known.due or not all(map(known.covered, known.due)):
+        if self.phase != Phase.WORKING or not known.due or known.outvoted or not known.tags.keys() >= known.due.keys():
             return
         assert self.view is not None
         if any(tag != known.tag for tag in known.tags.values()):
-            outvoted = _outvoted(self.view.workers, known.tags)
-            for worker in outvoted:  # what they sent may rest on a wrong state: it is not held in the next view
+            known.outvoted = _outvoted(self.view.workers, known.tags)
+            for worker in known.outvoted:  # what they sent may rest on a wrong state: the next view does not hold it
                 del known.received[worker]
-            self._actions.append(Differ(self.position, outvoted))
+            self._actions.append(Differ(self.position, known.outvoted))
+            return
+        if not all(map(known.covered, known.due)):
             return
         if self._together and not known.summed:
             if not known.summing:

@@ -41,7 +41,7 @@ def test_worker_with_a_wrong_state_enters_anew() -> None:
     events: list[Event] = []
     value = asyncio.run(run_body(spoilt_once, (3, ""), events.append))
     assert value == asyncio.run(run_body(fit))
-    assert [event.text for event in events if event.kind == "differs"][:1] == [
+    assert [event.text for event in events if event.kind == "differs"] == [
         "the state of n2 differs before step 6: w: it enters anew, with a copied state"
     ]
 
@@ -50,5 +50,52 @@ def test_state_that_was_not_named() -> None:
     with pytest.raises(tg.JobFailed) as failed:
         asyncio.run(run_body(with_unnamed_state, (2, "+")))
     assert "the state of n3 differs before step " in str(failed.value)
-    why = ": w; it did just before, too: something that later steps read is not named in run.state"
+    why = ": w; it did just before, too: name in run.state all that later steps and a break depend on"
     assert why in str(failed.value)
+
+
+def test_numbers_are_named_first() -> None:
+    def spoil(run: Any) -> Any:
+        s = run.state(a=np.zeros(3), deep={"more": {"rate": 0.1}}, text="x")
+        for step in run.steps(rows=4, batch=4, parts=3, passes=12):
+            for part in step:
+                part.add(n=1)
+            if step.number == 5 and run.worker == "n2":
+                s.a += 1.0
+                s.deep["more"]["rate"] *= 0.5
+                s.text = "y"
+        return s.a
+
+    events: list[Event] = []
+    asyncio.run(run_body(spoil, (3, ""), events.append))
+    (text,) = [event.text for event in events if event.kind == "differs"]
+    assert "before step 6: text, deep.more.rate, a: it enters anew" in text
+
+
+@pytest.mark.parametrize("how", ["return", "break", "round", "once"])
+def test_worker_whose_calls_differ_enters_anew(how: str) -> None:
+    """The others wait for parts that it does not compute, and it for theirs."""
+
+    def body(run: Any) -> Any:
+        s = run.state(n=0)
+        for step in run.steps(rows=6, batch=6, parts=5, passes=30):
+            for part in step:
+                part.add(n=1)
+                pause()
+            s.n += step["n"]
+            if step.number == 7 and run.worker == "n2":
+                if how == "return":
+                    return None
+                if how == "break":
+                    break
+                if how == "once":
+                    run.once(lambda: 1)
+                for part in step if how == "round" else ():
+                    part.add(n=1)
+        return s.n
+
+    events: list[Event] = []
+    assert asyncio.run(run_body(body, (3, ""), events.append)) == 150
+    (text,) = [event.text for event in events if event.kind == "differs"]
+    what = "a further round, run.once, run.map, break or return"
+    assert text == f"n2 differs in its totals, its state or its calls ({what}): it enters anew, with a copied state"
