@@ -1,8 +1,13 @@
 """How fast elastic jobs are, and how long failures and joins stop them.
 
-    python benchmarks/elastic.py steps [--full]
+    python benchmarks/elastic.py COMMAND [--full] [--rounds N] [--only CASE]
 
-    steps   steps/s against DDP over Gloo that accumulates the same parts, in turns
+    steps      steps/s against DDP over Gloo that accumulates the same parts, in turns
+    overhead   steps that add 8 bytes: the framework's own time
+    kill       SIGKILL of one worker of 4 and of 8, until the next step is complete
+    freeze     SIGSTOP of one worker of 4
+    join       a newcomer, with 1 and with 256 MiB of state
+    goodput    steps with a kill every 20 s
 
 Workers are processes of this host, with one thread of PyTorch each.
 """
@@ -23,8 +28,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from elastic_faults import POINTS, goodput, inject, join
 from fit import add, fit, read_log
 from running import RunningJob
+
+import taskgraph as tg
 
 HERE = Path(__file__).parent
 _WARM = 15
@@ -102,7 +110,65 @@ def overhead(given: argparse.Namespace) -> None:
         print(f"24 parts that add 8 B, {workers} workers: ms {spread(times)}  CPU {used:.2f}; bar 2", flush=True)
 
 
-COMMANDS = {"steps": steps, "overhead": overhead}
+def verdict(value: float, bar: float) -> str:
+    return f"{value:.0f}, bar {bar:.0f}: {'met' if value <= bar else 'MISSED'}"
+
+
+def kill(given: argparse.Namespace) -> None:
+    """SIGKILL of one worker, at random and at named moments, until the next step is complete."""
+    for count in (4, 8):
+        if given.only and given.only != str(count):
+            continue
+        kinds = ["kill", "kill", *POINTS] * (given.rounds or (10 if given.full else 2))
+        seen = asyncio.run(inject(fit, count, kinds))
+        t = statistics.median(seen.step_ms)
+        every = sorted(itertools.chain(*seen.until_next_ms.values()))
+        print(f"SIGKILL of 1 of {count}, until the next step is complete; an undisturbed step: {spread(seen.step_ms)}")
+        for kind, times in seen.until_next_ms.items():
+            print(f"  {kind if kind in POINTS else 'any moment':12} ms {spread(times)}")
+        p95 = every[min(len(every) - 1, round(0.95 * len(every)))]
+        print(f"  all: median {verdict(statistics.median(every), t + 100)}; p95 {verdict(p95, 2 * t + 300)}")
+        print(f"  steps lost: {seen.steps_lost}; parts computed again: {seen.parts_again}", flush=True)
+
+
+def freeze(given: argparse.Namespace) -> None:
+    """SIGSTOP of one worker of 4."""
+    seen = asyncio.run(inject(fit, 4, ["stop"] * (given.rounds or (20 if given.full else 3))))
+    t, times = statistics.median(seen.step_ms), seen.until_next_ms["stop"]
+    bar = tg.Settings().lease_ttl_s * 1e3 + t + 200
+    print(f"SIGSTOP of 1 of 4, until the next step is complete: ms {spread(times)}; largest {verdict(max(times), bar)}")
+    print(f"  an undisturbed step: {spread(seen.step_ms)}", flush=True)
+
+
+def joins(given: argparse.Namespace) -> None:
+    """A newcomer, from its registration to its first step with a part."""
+    for mib in (1, 256):
+        count = given.rounds or (20 if given.full else 3)
+        step_ms, seen = asyncio.run(join(add, 3, count, n=32_768, state_mib=mib))
+        t = statistics.median(step_ms)
+        times, pauses = [one.until_first_part_ms for one in seen], [one.longest_ms for one in seen]
+        bar = 2 * t + mib * 2**20 / 1e9 * 1e3 + 100
+        print(f"joins with {mib} MiB of state; an undisturbed step: {spread(step_ms)}")
+        print(f"  until its first part: ms {spread(times)}; median {verdict(statistics.median(times), bar)}")
+        text = verdict(statistics.median(pauses), 2 * t + 30)
+        print(f"  longest step of the others: ms {spread(pauses)}; median {text}", flush=True)
+
+
+def under_kills(given: argparse.Namespace) -> None:
+    """Steps with a kill every 20 s, each worker replaced."""
+    part, kills = asyncio.run(goodput(fit, 4, 10.0 if given.full else 1.0, 20.0))
+    text = "met" if part >= 0.9 else "MISSED"
+    print(f"{kills} kills, one every 20 s: {part:.2f} of the undisturbed steps; bar 0.9: {text}", flush=True)
+
+
+COMMANDS = {
+    "steps": steps,
+    "overhead": overhead,
+    "kill": kill,
+    "freeze": freeze,
+    "join": joins,
+    "goodput": under_kills,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

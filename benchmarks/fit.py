@@ -1,14 +1,15 @@
 """The work that elastic jobs are measured with: an MLP of two sizes, or sums of nothing, and a log of every step.
 
 Each worker appends a line to a file of its own whenever it holds the total of a step: the step's number, the clock
-(`time.monotonic_ns`, one for all processes of a host), the CPU time of its process, and the parts that it computed.
+(`time.monotonic_ns`, one for all processes of a host), the CPU time of its process, the workers of the
+view, and the parts that it computed.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -20,11 +21,12 @@ INPUTS, CLASSES, ROWS = 784, 10, 2400
 
 
 class Line(NamedTuple):
-    """A step of one worker: when it held the total, its CPU time until then, and the parts that it computed."""
+    """A step of one worker: when it held the total, its CPU time and the view then, and the parts that it computed."""
 
     step: int
     at_ns: int
     cpu_ns: int
+    workers: tuple[str, ...]
     parts: tuple[int, ...]
 
 
@@ -34,8 +36,15 @@ def read_log(folder: Path) -> dict[str, list[Line]]:
     for path in sorted(folder.glob("*.log")):
         lines = path.read_text().splitlines(keepends=True)
         fields = [line.split() for line in lines if line.endswith("\n")]
-        found[path.stem] = [Line(int(f[0]), int(f[1]), int(f[2]), tuple(map(int, f[3:]))) for f in fields]
+        found[path.stem] = [
+            Line(int(f[0]), int(f[1]), int(f[2]), tuple(f[3].split(",")), tuple(map(int, f[4:]))) for f in fields
+        ]
     return found
+
+
+def note(out: TextIO, run: tg.Run, step: int, parts: list[int]) -> None:
+    """Writes the line of a step."""
+    print(step, time.monotonic_ns(), time.process_time_ns(), ",".join(run.workers), *parts, file=out)
 
 
 def net(hidden: int) -> Any:
@@ -72,7 +81,7 @@ def fit(run: tg.Run, log: str, model: str = "0.27M", parts: int = 24, batch: int
                 part.backward(cross_entropy(mlp(images[part.rows]), labels[part.rows]))
                 computed.append(part.number)
             optimizer.step()
-            print(step.number, time.monotonic_ns(), time.process_time_ns(), *computed, file=out)
+            note(out, run, step.number, computed)
     raise AssertionError("the steps ended")
 
 
@@ -90,5 +99,5 @@ def add(run: tg.Run, log: str, n: int = 1, state_mib: int = 0, parts: int = 24, 
                 part.add(g=ones)
                 computed.append(part.number)
             state.w += step["g"]
-            print(step.number, time.monotonic_ns(), time.process_time_ns(), *computed, file=out)
+            note(out, run, step.number, computed)
     raise AssertionError("the steps ended")

@@ -7,15 +7,19 @@ names for them stay right; all else is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.errors import StateError
+from taskgraph.graph.arrays import INLINE_BYTES
+from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
 from taskgraph.protocol.messages import Encoded
 
@@ -94,15 +98,18 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def capture(state: Any, early: Sequence[Any]) -> Encoded:
+def capture(state: Any, early: Sequence[Any], allocate: Allocate) -> Encoded:
     """Encodes the state, and what was computed before the first step; later changes to it cannot reach the result.
+
+    Args:
+        allocate: gives memory for large arrays: other processes of the host read them there.
 
     Raises:
         ValueNotEncodable: a part of it cannot travel; the message says which.
     """
     pytorch()
     content = {name: _captured(value) for name, value in _items(state).items()}
-    return encode({"state": content, "early": list(early)}, what="run.state")
+    return encode({"state": content, "early": list(early)}, what="run.state", allocate=allocate)
 
 
 def digests(state: Any) -> dict[str, bytes]:
@@ -119,7 +126,7 @@ def digests(state: Any) -> dict[str, bytes]:
                 walk(f"{path}.{index}", item)
         else:
             kind = b"array" if getattr(value, "ndim", 0) else b""
-            found[path] = kind + encode(value, what=f"run.state: {path}").digest
+            found[path] = kind + _digest(value, path)
 
     walk("", {name: _captured(value) for name, value in _items(state).items()})
     return found
@@ -128,6 +135,19 @@ def digests(state: Any) -> dict[str, bytes]:
 def is_array(digest: bytes) -> bool:
     """True if the digest is that of an array, and not of a number or a text."""
     return len(digest) > 16
+
+
+def _digest(value: Any, path: str) -> bytes:
+    """Returns a digest of a captured value, without a copy of an array."""
+    torch, array = pytorch(), value
+    if torch is not None and type(value) is torch.Tensor and value.device.type == "cpu":
+        with contextlib.suppress(TypeError, RuntimeError):  # numpy has no such tensors
+            array = value.detach().numpy()
+    if type(array) is not np.ndarray or array.dtype.kind not in "biufc" or array.nbytes < INLINE_BYTES:
+        return encode(value, what=f"run.state: {path}").digest
+    digest = xxhash.xxh3_128(f"{value.dtype} {array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.digest()
 
 
 def load(state: Any, loaded: Mapping[str, Any]) -> None:

@@ -82,10 +82,10 @@ class Steps:
         while self.rows.steps is None or number < self.rows.steps:
             check_names(state)
             if node.state_wanted:
-                node.give_state(number, progress.position, progress.tag, capture(state, progress.early))
+                node.give_state(number, progress.position, progress.tag, capture(state, progress.early, node.allocate))
             progress.seed(BOUNDARY)
             self._step = Step(self, number)
-            if is_checked(number):
+            if is_checked(number) and not node.is_behind(progress.position):
                 self._step.check_state(digests(state))
             yield self._step
             self._step.end()

@@ -116,6 +116,10 @@ class UserCall:
             self._handed_at = threads.clock()
         return self._dealt.pop(0)
 
+    def is_behind(self, position: int) -> bool:
+        """True if this worker holds the total of a position that user code has not reached: it asks nobody for it."""
+        return position < self._engine.core.position
+
     def first_state(self) -> StateCopy | None:
         """Waits until user code may begin. Returns the state to begin with; None: its own."""
         return self._node.threads.block(self._start, None)

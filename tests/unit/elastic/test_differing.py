@@ -17,7 +17,7 @@ def fit(run: Any, spoil: bool = False, forget: bool = False) -> Any:
     x = np.random.default_rng(0).normal(size=(40, 3))
     s = run.state(w=np.zeros(3), scale=1.0)
     rate = 0.1
-    for step in run.steps(rows=40, batch=20, parts=6, passes=30):
+    for step in run.steps(rows=40, batch=20, parts=6, passes=400 if forget else 30):
         for part in step:
             part.add(g=x[part.rows].sum(0) - s.w)
             pause()
