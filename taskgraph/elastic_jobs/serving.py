@@ -15,6 +15,7 @@ from taskgraph.protocol.messages import (
     DescribeState,
     DescribeValue,
     FollowTotals,
+    GroupKey,
     HoldsTotals,
     PartSums,
     Reason,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Serving"]
 
-_IN_STEPS: Final = (PartSums, HoldsTotals)
+_IN_STEPS: Final = (PartSums, HoldsTotals, GroupKey)
 _TO_ENGINE: Final = (*_IN_STEPS, WorkerReport, Totals)
 
 

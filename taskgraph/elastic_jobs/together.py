@@ -30,6 +30,8 @@ __all__ = ["GroupClosed", "Together"]
 
 _RENEW_AFTER_S: Final = 1.0
 """How long after a failed operation a view without a lost worker may come, before the same workers try again."""
+_KEY_S: Final = 60.0
+"""How long a worker waits for the address of another one of its view."""
 _MOST_FAILURES: Final = 3
 """Operations that fail one after another, although all workers live, before the job fails."""
 
@@ -61,11 +63,18 @@ class _Keys:
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
-        """Waits for a key. Raises GroupClosed if the view is over before."""
+        """Waits for a key.
+
+        Raises:
+            GroupClosed: the view is over.
+            TimeoutError: no worker has set the key.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: key in self._found or self._closed)
+            self._changed.wait_for(lambda: key in self._found or self._closed, _KEY_S)
             if self._closed:
                 raise GroupClosed
+            if key not in self._found:
+                raise TimeoutError(f"another worker has not told its address within {_KEY_S:g} s")
             return self._found[key]
 
     def has(self, key: str) -> bool:
