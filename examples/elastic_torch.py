@@ -54,13 +54,14 @@ def network() -> nn.Module:
     )
 
 
-@tg.elastic
-def read_digits(run: tg.Run, passes: int = 8, rate: float = 0.1) -> dict[str, Any]:
+@tg.elastic(checkpoint_every_s=10)
+def read_digits(run: tg.Run, passes: int = 8, rate: float = 0.1, checkpoint: str | None = None) -> dict[str, Any]:
     """Trains the network.
 
     Args:
         passes: over all images but those of the evaluation
         rate: learning rate in the beginning; it follows half a cosine to 0
+        checkpoint: where checkpoints are kept, one every 10 s: file:///... or any URL that fsspec opens
     """
     images, labels = digits()
     steps = run.steps(rows=len(images) - TEST, batch=48, parts=12, passes=passes)

@@ -9,9 +9,11 @@ for lost points to nothing. Files and manifests are those of task graphs (`taskg
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from taskgraph.errors import CheckpointError, CoordinationError, JobError
+from taskgraph.elastic_jobs.libraries import pytorch
+from taskgraph.errors import CheckpointError, CoordinationError, DecodeError, JobError
 from taskgraph.graph.values import decode, encode
 from taskgraph.node.primary.checkpoint_reader import CheckpointReader
 from taskgraph.protocol.elastic import transactions
@@ -23,6 +25,19 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
 __all__ = ["Checkpoints"]
+
+
+def _decoded(value: Encoded) -> Any:
+    """Decodes a checkpoint. User code may not have imported PyTorch yet, whose tensors are in it."""
+    pytorch()
+    try:
+        return decode(value)
+    except DecodeError:
+        if importlib.util.find_spec("torch") is None:
+            raise
+        import taskgraph.torch  # noqa: F401  # declares how tensors travel
+
+        return decode(value)
 
 
 class Checkpoints:
@@ -52,7 +67,7 @@ class Checkpoints:
             raise JobError(f"the checkpoint {name} cannot be read: {error}. Do all hosts see the same place?") from None
         if value is None:
             raise JobError(f"the checkpoint {name} has no state")
-        read = decode(value)
+        read = _decoded(value)
         return StateCopy(read["step"], read["position"], read["tag"], encode(read["state"]), tuple(read["reports"]))
 
     async def run(self) -> None:

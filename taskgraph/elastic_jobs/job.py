@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from taskgraph.elastic_jobs.libraries import pytorch_threads
@@ -39,9 +39,13 @@ def _node() -> type[NodeLife]:
     return ElasticNode
 
 
+_PER_RUN = ("seed", "checkpoint", "checkpoint_every_s", "min_workers")
+"""Options that a parameter of the function with this name sets."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `@tg.elastic(...)` got.
+    """What `@tg.elastic(...)` got. Those of `_PER_RUN` may be parameters of the function, too.
 
     Attributes:
         seed: of the run: order of rows, generators.
@@ -92,7 +96,7 @@ class ElasticFunction(JobFunction[P], Generic[P, T]):
         return super().__call__(*args, **kwargs)
 
     def _made(self, arguments: dict[str, Any]) -> Job:
-        given = self._options
+        given = self._options_for(arguments)
         call = ElasticCall(_in_turn(self.__wrapped__), arguments, _node, given.checkpoint_every_s, given.communicator)
         return Job(
             tasks=1,
@@ -105,6 +109,12 @@ class ElasticFunction(JobFunction[P], Generic[P, T]):
             settings=given.settings,
             _elastic=call,
         )
+
+    def _options_for(self, arguments: Mapping[str, Any]) -> Options:
+        """Options that are parameters of the function, too, are taken from its arguments, unless those are None."""
+        defaults = {name: p.default for name, p in self._signature.parameters.items() if p.default is not p.empty}
+        own = {**defaults, **arguments}
+        return replace(self._options, **{name: own[name] for name in _PER_RUN if own.get(name) is not None})
 
     def options(self) -> dict[str, OptionInfo]:
         """The function's parameters, but the run."""
@@ -148,6 +158,8 @@ def elastic(
 ) -> _Decorator: ...
 def elastic(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Decorates a module-level function of a run. Its other parameters are the job's options.
+
+    One of them that is called `seed`, `checkpoint`, `checkpoint_every_s` or `min_workers` also sets that option here.
 
     Args:
         options: the fields of `Options`.

@@ -55,9 +55,32 @@ async def test_readmes_program(cli: Cli) -> None:
     assert await disturbed(cli, "train", "elastic_readme", passes=600) == calm
 
 
-async def test_network(cli: Cli, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def network() -> Any:
+    """What the network's example returns on one worker."""
     pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
-    cli.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # PyTorch makes it, and leaves it
-    calm = await undisturbed("elastic_torch", passes=60)
-    assert calm["0"]["best accuracy"] > 0.93
-    assert await disturbed(cli, "read_digits", "elastic_torch", passes=60) == calm
+    job: Any = load_driver(str(EXAMPLES / "elastic_torch.py"))
+    return json.loads(tg.run(job(passes=60), nodes=1, timeout_s=LIMIT_S).to_json())["values"]
+
+
+@pytest.fixture
+def torch_cli(cli: Cli, tmp_path: Path) -> Cli:
+    cli.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # PyTorch makes it, and leaves it
+    return cli
+
+
+async def test_network(torch_cli: Cli, network: Any) -> None:
+    assert network["0"]["best accuracy"] > 0.93
+    assert await disturbed(torch_cli, "read_digits", "elastic_torch", passes=60) == network
+
+
+async def test_network_goes_on_from_its_checkpoint(torch_cli: Cli, network: Any, tmp_path: Path) -> None:
+    options = ("--json", "-o", "passes=60", "-o", f"checkpoint=file://{tmp_path / 'kept'}")
+    example = str(EXAMPLES / "elastic_torch.py")
+    run = await torch_cli.start("run", example, "--nodes", "2", *options)
+    await run.until("checkpoint after step")
+    assert (await torch_cli("shutdown", "read_digits")).code == 0
+    await run.done()
+    done = await torch_cli("run", example, "--nodes", "1", "--resume", *options)
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["values"] == network

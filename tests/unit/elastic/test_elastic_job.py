@@ -22,6 +22,18 @@ def test_options_of_the_decorator() -> None:
     assert job.elastic.arguments == {"lr": 0.2}
 
 
+@elastic(seed=3, checkpoint="file:///somewhere")
+def sets_its_own(run: Any, seed: int = 7, checkpoint: str | None = None, min_workers: int = 1) -> None: ...
+
+
+def test_parameters_that_are_options_of_the_decorator() -> None:
+    job = sets_its_own()
+    assert (job.seed, job.min_nodes, job.checkpoint) == (7, 1, "file:///somewhere")
+    job = sets_its_own(seed=8, checkpoint="file:///elsewhere", min_workers=2)
+    assert (job.seed, job.min_nodes, job.checkpoint) == (8, 2, "file:///elsewhere")
+    assert job.elastic is not None and job.elastic.arguments["seed"] == 8
+
+
 def test_options_of_the_function() -> None:
     assert list(train.options()) == ["lr"]
     with pytest.raises(tg.JobError, match="lr"):
