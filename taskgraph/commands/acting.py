@@ -217,8 +217,12 @@ def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) 
         if options.node is None:
             raise JobError("give --task T (its primary), --task T --backup, or --node NAME")
         node = _node_named(view, options.node)
+        if view.workers is not None:
+            return node, f"one of {counted(len(view.workers.record.workers), 'worker')}"
         primaries = [t for t in range(tasks) if view.primary_node(t) == node]
         return node, f"primary of {counted(len(primaries), 'task')}"
+    if view.workers is not None:
+        raise JobError("--task: the workers of an elastic job have no tasks: give --node NAME")
     if not 0 <= options.task < tasks:
         raise JobError(f"--task {options.task}: the job has tasks 0 to {tasks - 1}")
     primary = view.primary_node(options.task)

@@ -185,7 +185,7 @@ async def _print_end(
     """
     name, lost = reached.name, follower.kept.not_kept
     if result is not None:
-        print_result(result, as_json=False, kept=True)
+        print_result(result, as_json=False, kept=True, elastic=follower.view.workers is not None)
     if status.state == State.FINISHED and lost:
         say(f"job {name} finished, but its values are lost: {lost}")
         return 1

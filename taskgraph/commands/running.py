@@ -193,17 +193,19 @@ class _Run:
 
     def _show(self, result: JobResult) -> None:
         self._new_line()
-        print_result(result, as_json=self._options.json, kept=self._nodes is not None, failures=self._shown.failures)
+        elastic, kept = self._job.elastic is not None, self._nodes is not None
+        print_result(result, as_json=self._options.json, kept=kept, failures=self._shown.failures, elastic=elastic)
         if self._nodes is not None and not self._options.logs and has_user_lines(self._logs):
             print(f"the output of its tasks is in {self._logs}; --logs shows it at once", file=sys.stderr)
 
 
-def print_result(result: JobResult, *, as_json: bool, kept: bool, failures: int = 0) -> None:
+def print_result(result: JobResult, *, as_json: bool, kept: bool, failures: int = 0, elastic: bool = False) -> None:
     """Prints the values on standard output, and a summary on standard error.
 
     Args:
         kept: `taskgraph result` can print the values again.
         failures: how many nodes failed, if the command has followed the job.
+        elastic: the job is elastic, and has sums in place of epochs.
     """
     settle()  # on a terminal the values come after the events
     try:
@@ -217,7 +219,7 @@ def print_result(result: JobResult, *, as_json: bool, kept: bool, failures: int 
         raise
     if as_json:
         return
-    words = [f"{counted(result.epochs, 'epoch')} in {result.wall_s:.2f} s"]
+    words = [f"{counted(result.epochs, 'sum' if elastic else 'epoch')} in {result.wall_s:.2f} s"]
     if result.failovers:
         moved = counted(result.failovers, "task")
         words.append(f"{counted(failures, 'failover')} ({moved})" if failures else f"{moved} failed over")

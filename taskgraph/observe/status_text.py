@@ -108,7 +108,7 @@ def _head(picture: StatusData) -> list[str]:
     state = view.status.record.state if view.status else "unknown"
     words = [picture.name, state + _running_since(picture)]
     if view.stamp and state == State.FINISHED:
-        words.append(f" {counted(view.stamp.epoch, 'epoch')}")
+        words.append(f" {counted(view.stamp.epoch, 'epoch' if view.workers is None else 'sum')}")
     elif view.workers is not None:
         words.append(f" step {picture.commits[-1].epoch}" if picture.commits else " no report of a step yet")
     elif view.stamp:

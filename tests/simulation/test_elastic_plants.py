@@ -30,7 +30,7 @@ FOUND_BY = {
     "a newcomer begins one step later than its state": 1,
     "a newcomer returns while workers live": 53,
     "a worker is waited for although nobody has its totals": 164,
-    "a newcomer asks one worker alone to keep totals": 31,
+    "a newcomer asks one worker alone to keep totals": 1878,
     "a checkpoint has a state that is not stable": 11,
     "a checkpoint is read without its reports": 31,
     "a return begins at the first step": 31,

@@ -89,7 +89,7 @@ def test_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "api_page", module)
     module.__dict__["tg"] = tg
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     for block in blocks:
         exec(compile(block, "docs/api.md", "exec"), module.__dict__)
 
@@ -104,6 +104,10 @@ def test_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
     (tg.Hold, ["release"]),
     (tg.Inputs, ["all"]),
     (tg.Outputs, ["put", "empty"]),
+    (tg.Run, ["state", "steps", "once", "map", "worker", "workers"]),
+    (tg.Steps, ["per_pass"]),
+    (tg.Step, ["all", "loss", "pass_number", "ends_pass", "rows", "size", "report"]),
+    (tg.Part, ["data", "backward", "add", "collect"]),
 ])  # fmt: skip
 def test_page_has_the_members(owner: type, members: list[str]) -> None:
     for member in members:
