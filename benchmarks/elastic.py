@@ -4,6 +4,7 @@
 
     steps      steps/s against DDP over Gloo that accumulates the same parts, in turns
     overhead   steps that add 8 bytes: the framework's own time
+    allreduce  one array of each of 4 workers, against Gloo
     kill       SIGKILL of one worker of 4 and of 8, until the next step is complete
     freeze     SIGSTOP of one worker of 4
     join       a newcomer, with 1 and with 256 MiB of state
@@ -61,14 +62,18 @@ def step_times(job: Any, workers: int, **arguments: Any) -> tuple[list[float], f
     return [(b - a) / 1e6 for a, b in itertools.pairwise(ends[_WARM:])], used / 1e6
 
 
-def ddp_times(**arguments: Any) -> tuple[list[float], float]:
+def of_peer(script: str, **arguments: Any) -> Any:
+    """Returns what a peer prints."""
     options = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "peers" / "ddp.py"), *options], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, str(HERE / "peers" / script), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
-        raise SystemExit(f"DDP failed:\n{done.stderr}")
-    times, used = json.loads(done.stdout)
+        raise SystemExit(f"{script} failed:\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def ddp_times(**arguments: Any) -> tuple[list[float], float]:
+    times, used = of_peer("ddp.py", **arguments)
     return times[_WARM:], used
 
 
@@ -108,6 +113,27 @@ def overhead(given: argparse.Namespace) -> None:
     for workers in (1, 4):
         times, used = step_times(add, workers, steps=given.steps or 400)
         print(f"24 parts that add 8 B, {workers} workers: ms {spread(times)}  CPU {used:.2f}; bar 2", flush=True)
+
+
+def allreduce(given: argparse.Namespace) -> None:
+    """A step that sums one array of each of 4 workers, against Gloo's allreduce, in turns."""
+    for kib, bar in ((64, 1.0), (1024, 2.0), (16384, 2.0)):
+        if given.only and given.only != str(kib):
+            continue
+        n, count, ours, gloo = kib * 128, given.steps or (300 if kib < 16384 else 60), [], []
+        for _ in range(given.rounds or (5 if given.full else 2)):
+            gloo.append(of_peer("gloo_sum.py", n=n, steps=count)[_WARM:])
+            ours.append(step_times(add, 4, n=n, parts=4, steps=count)[0])
+        ratios = sorted(statistics.median(b) / statistics.median(a) for a, b in zip(ours, gloo, strict=True))
+        ratio = statistics.median(ratios)
+        print(f"the sum of {kib} KiB of 4 workers")
+        print(f"  ours, a step     ms {spread(list(itertools.chain(*ours)))}")
+        print(f"  Gloo, allreduce  ms {spread(list(itertools.chain(*gloo)))}")
+        print(
+            f"  {ratio:.2f} of Gloo's speed (rounds: {ratios[0]:.2f} to {ratios[-1]:.2f}), bar {bar:g}: "
+            f"{'met' if ratio >= bar else 'MISSED'}",
+            flush=True,
+        )
 
 
 def verdict(value: float, bar: float) -> str:
@@ -164,6 +190,7 @@ def under_kills(given: argparse.Namespace) -> None:
 COMMANDS = {
     "steps": steps,
     "overhead": overhead,
+    "allreduce": allreduce,
     "kill": kill,
     "freeze": freeze,
     "join": joins,

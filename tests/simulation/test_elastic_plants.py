@@ -34,7 +34,7 @@ FOUND_BY = {
     "a checkpoint has a state that is not stable": 11,
     "a checkpoint is read without its reports": 31,
     "a return begins at the first step": 31,
-    "an excluded worker goes on with its state": 88,
+    "an excluded worker goes on with its state": 621,
 }
 """Mistakes, and a seed that finds each soon. The test tries that seed first, then all others. If the simulation or the
 node changes so that this takes long, make the table again from what the test prints."""
