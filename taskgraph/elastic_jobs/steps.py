@@ -163,7 +163,7 @@ class Step:
             part.begin()
             yield part
             done = answer, current.close(part)
-        total = answer.tree(views=KINDS.values())
+        total = answer.tree(KINDS.values(), progress.node.allocate)
         self._check_finite(answer, total)
         current.finish(total, len(rows))
         pytorch()

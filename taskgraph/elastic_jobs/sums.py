@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -111,7 +111,7 @@ class Sums:
         """True if an array is too large to be encoded, sent and added up on the event loop."""
         return any(array.nbytes >= INLINE_BYTES for array in self.arrays)
 
-    def tree(self, views: Container[str] = ()) -> Any:
+    def tree(self, views: Container[str] = (), allocate: Allocate | None = None) -> Any:
         """Makes the tree. Its arrays are copies.
 
         Raises:
@@ -119,20 +119,31 @@ class Sums:
 
         Args:
             views: names in the tree, a dict, whose arrays are read-only numpy views.
+            allocate: gives memory for large copies.
         """
         if self.is_unlike:
             raise StepError(_unlike_text(*self.layout[1]))
         at = {array.dtype: 0 for array in self.arrays}
         arrays = {array.dtype: array for array in self.arrays}
         if not views:
-            return _made(self.layout, arrays, at)
+            return _made(self.layout, arrays, at, partial(_copied, allocate))
         _, names, parts = self.layout
-        return {name: _made(part, arrays, at, copy=name not in views) for name, part in zip(names, parts, strict=True)}
+        return {
+            name: _made(part, arrays, at, _seen if name in views else partial(_copied, allocate))
+            for name, part in zip(names, parts, strict=True)
+        }
 
     @property
     def all_finite(self) -> bool:
         """True if no element is nan or infinite."""
-        return all(bool(np.isfinite(array).all()) for array in self.arrays)
+        return all(_is_finite(array) for array in self.arrays)
+
+
+def _is_finite(array: NDArray[Any]) -> bool:
+    if array.dtype.kind in "iu":
+        return True
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
 def _unlike_text(path: tuple[str, ...], first: str, second: str) -> str:
@@ -239,25 +250,37 @@ def _sizes(layout: Layout) -> Iterator[tuple[np.dtype[Any], int]]:
             yield from _sizes(part)
 
 
+def _seen(array: NDArray[Any], library: str) -> NDArray[Any]:
+    """Returns an array as a read-only view."""
+    array.flags.writeable = False
+    return array
+
+
+def _copied(allocate: Allocate | None, array: NDArray[Any], library: str) -> Any:
+    """Copies an array, to an array of its library."""
+    copy = empty_array(array.size, array.dtype, allocate).reshape(array.shape)
+    np.copyto(copy, array)
+    return copy if library == "numpy" else sys.modules["torch"].from_numpy(copy)
+
+
 def _made(
-    layout: Layout, arrays: dict[np.dtype[Any], NDArray[Any]], at: dict[np.dtype[Any], int], copy: bool = True
+    layout: Layout,
+    arrays: dict[np.dtype[Any], NDArray[Any]],
+    at: dict[np.dtype[Any], int],
+    give: Callable[[NDArray[Any], str], Any],
 ) -> Any:
     kind = layout[0]
     if kind == "d":
-        return {name: _made(part, arrays, at, copy) for name, part in zip(layout[1], layout[2], strict=True)}
+        return {name: _made(part, arrays, at, give) for name, part in zip(layout[1], layout[2], strict=True)}
     if kind in ("l", "t"):
-        made = [_made(part, arrays, at, copy) for part in layout[1]]
+        made = [_made(part, arrays, at, give) for part in layout[1]]
         return made if kind == "l" else tuple(made)
     if kind == "n":
         dtype = np.dtype({"int": np.int64, "float": np.float64, "complex": np.complex128}[layout[1]])
         return _MADE[layout[1]](_next(arrays, at, dtype, 1)[0])
     _, library, name, shape = layout
     size = int(np.prod(shape, dtype=np.int64))
-    array = _next(arrays, at, np.dtype(name), size).reshape(shape)
-    if not copy:
-        array.flags.writeable = False
-        return array
-    return array.copy() if library == "numpy" else sys.modules["torch"].from_numpy(array.copy())
+    return give(_next(arrays, at, np.dtype(name), size).reshape(shape), library)
 
 
 def _next(
