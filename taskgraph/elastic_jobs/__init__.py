@@ -11,6 +11,7 @@
     data       the rows of a dataset or a DataLoader
     sums       trees of arrays as flat sums that can be added and sent
     seeding    the seeds of random, numpy and PyTorch
+    watching   what a test sees of user code
     engine     carries out what the core (`taskgraph.protocol.elastic`) decides: sums, messages, answers to user code
     outbox     messages to one worker, in order
     silence    workers that are cut off from this one, though not from etcd

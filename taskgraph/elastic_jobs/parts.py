@@ -178,6 +178,10 @@ class Part:
     def begin(self) -> None:
         seed_generators(derived_seed(self.seed, self._round.place.round))
 
+    def with_rows(self, rows: NDArray[np.int64]) -> Part:
+        """Returns a part like this one, with other rows."""
+        return Part(self._round, self.number, rows, self._data)
+
     @property
     def data(self) -> Any:
         """The part's rows of the data that `run.steps` got; the same in all rounds of a step.

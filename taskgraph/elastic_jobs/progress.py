@@ -21,6 +21,7 @@ from taskgraph.graph.values import decode, encode
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.usercall import UserCall
+    from taskgraph.elastic_jobs.watching import Watch
 
 __all__ = ["BOUNDARY", "PIECE", "SUMMED", "Progress"]
 
@@ -39,6 +40,7 @@ class Progress:
         position: the number of totals that it has got.
         tag: a digest of them.
         in_steps: the first step has begun.
+        watch: a test that watches user code; None: there is none.
         early: what `run.once` and `run.map` gave before that, in order.
     """
 
@@ -48,6 +50,7 @@ class Progress:
         self.position = 0
         self.tag = b""
         self.in_steps = False
+        self.watch: Watch | None = None
         self.early: list[Any] = []
         self._begun = False
         self._copied: tuple[int, int, bytes, dict[str, Any]] | None = (
@@ -134,6 +137,8 @@ class Progress:
         while isinstance(answer := self.ask(len(pieces), f"{call} {len(pieces)}".encode(), done), int):
             seed_generators(derived_seed(self.node.spec.seed, self.position, PIECE, answer))
             value = encode([function(pieces[answer])], what=f"the result of {call}")
+            if self.watch is not None:
+                value = self.watch.result(call, self.position, answer, value)
             done = answer, Sums.of({}, {answer: value})
         results = [decode(value)[0] for value in answer.collected.values()]
         if not self.in_steps:

@@ -75,12 +75,16 @@ class Steps:
         if progress.in_steps:
             raise StepError("the steps of a run are taken once: tell phases by step.number, and passes by passes=...")
         check_shapes(state)
-        number, node, copied = 0, progress.node, progress.begin()
+        number, node, watch, copied = 0, progress.node, progress.watch, progress.begin()
         if copied is not None:
             number, captured = copied
             load(state, captured)
+            if watch is not None:
+                watch.copied(number)
         while self.rows.steps is None or number < self.rows.steps:
             check_names(state)
+            if watch is not None:
+                watch.boundary(number, state)
             if node.state_wanted:
                 node.give_state(number, progress.position, progress.tag, capture(state, progress.early, node.allocate))
             progress.seed(BOUNDARY)
@@ -90,6 +94,8 @@ class Steps:
             yield self._step
             self._step.end()
             number += 1
+        if watch is not None:
+            watch.last_boundary(number, state)
 
     @property
     def in_part_loop(self) -> bool:
@@ -153,6 +159,7 @@ class Step:
         self._over, self._total = False, None
         steps = self._steps
         progress, rows = steps.run.progress, steps.rows.of_parts(self.number)
+        watch = progress.watch
         what = b"%d.%d" % (self.number, self.round) + (self._state if self.round == 1 else b"")
         place = Place(progress.node.spec.seed, self.number, self.round)
         current = Round(place, steps.run.named, steps.options.zeros, progress.node.allocate)
@@ -160,9 +167,19 @@ class Step:
         done: tuple[int, Sums] | None = None
         while isinstance(answer := progress.ask(len(rows), what, done), int):
             part = Part(current, answer, rows[answer], steps.options.data)
+            if watch is not None:
+                for trial in watch.trials(place, part, steps.rows):
+                    trial.begin()
+                    yield trial
+                    watch.tried(trial, current.close(trial))
+                watch.part(place, part)
             part.begin()
             yield part
             done = answer, current.close(part)
+            if watch is not None:
+                watch.computed(place, part, done[1])
+        if watch is not None:
+            watch.total(place, len(rows))
         total = answer.tree(KINDS.values(), progress.node.allocate)
         self._check_finite(answer, total)
         current.finish(total, len(rows))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from taskgraph.elastic_jobs.adding import Finished, Merging, Total
@@ -137,6 +137,17 @@ class UserCall:
         """Emits an event of this node."""
         self._node.threads.post(self._node.events.emit, kind, text)
 
+    def wait_for(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Waits until a coroutine has run on the loop; if the node ends before, it raises `Stopped`."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._node.threads.post(self._run_and_tell, work, done)
+        self._node.threads.block(done, None)
+
+    @property
+    def parts_left(self) -> int:
+        """The number of parts that this worker has been dealt and user code has not begun."""
+        return len(self._dealt)
+
     def note_digests(self, step: int, digests: dict[str, bytes]) -> None:
         """Keeps the digests of the state before a checked step, for workers that differ."""
         self.digests = StateDigests(step, tuple(sorted(digests.items())))
@@ -197,6 +208,18 @@ class UserCall:
             answer.set_exception(Stopped())
         else:
             self._engine.ask(position, parts, tag, answer)
+
+    def _run_and_tell(self, work: Callable[[], Coroutine[Any, Any, None]], done: Any) -> None:
+        def over(ran: asyncio.Task[None]) -> None:
+            if ran.cancelled() or ran.exception() is not None:
+                done.set_exception(Stopped())
+            else:
+                done.set_result(None)
+
+        if self._stopped or not self._node.running:
+            done.set_exception(Stopped())
+        else:
+            self._node.own(work(), "wait for user code").add_done_callback(over)
 
     def _given(self, copy: StateCopy) -> None:
         waiting, self._copies = self._copies, []

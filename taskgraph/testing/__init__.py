@@ -7,6 +7,6 @@ It runs the real node logic on an in-process coordinator and transport. It must 
 """
 
 from taskgraph.testing.alone import compute
-from taskgraph.testing.cluster import STAGES, run
+from taskgraph.testing.cluster import STAGES, WORKER_STAGES, run
 
-__all__ = ["STAGES", "compute", "run"]
+__all__ = ["STAGES", "WORKER_STAGES", "compute", "run"]

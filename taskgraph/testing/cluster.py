@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import random
 import tempfile
-import traceback
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -22,17 +21,19 @@ from taskgraph.node.usercode.actor import call_under_way
 from taskgraph.node.usercode.uncaught import expected_ends_silenced
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
-from taskgraph.testing.clock import SPEED, FastForwardLoop, Turn
-from taskgraph.testing.guard import RUN_FACTOR, IdleTimer, Stuck, run_guarded
+from taskgraph.testing.clock import FastForwardLoop
+from taskgraph.testing.guard import IdleTimer, Stuck, run_guarded
+from taskgraph.testing.limited import LimitedRun
 from taskgraph.testing.threads import LockStepThreads
+from taskgraph.testing.workers import WORKER_STAGES, WorkersRun
+from taskgraph.testing.workers import check_kills as check_worker_kills
 
-__all__ = ["STAGES", "run"]
+__all__ = ["STAGES", "WORKER_STAGES", "run"]
 
 T = TypeVar("T")
 
-_EPOCHS_PER_S = 200
-"""Epochs that a small job commits in a second, about: a job without an end fails after about `timeout_s`."""
-
+_WORKERS = 3
+"""Workers of an elastic job, unless `nodes` is given."""
 _JUMPING_EPOCHS = 20
 _JUMP_S = 0.1
 """In strict mode without kills, the clock jumps by `_JUMP_S` when each of the first `_JUMPING_EPOCHS` epochs starts,
@@ -63,13 +64,16 @@ def run(
 
     The job's checkpoints go to a temporary directory, which is removed afterwards, and not to the job's own place.
 
+    A strict run of an elastic job is two runs: one on one worker, and one with newcomers that join unasked. States,
+    parts and the value must be the same in both.
+
     Args:
         kills: (task, epoch) -> stage: the node of that task's primary is killed at that stage, once. Each killed node
             is replaced, and a kill waits until every task has a replica in sync on another living node. The stages are
-            in `STAGES`.
+            in `STAGES`. Of an elastic job: (place in the view, step) -> stage of `WORKER_STAGES`.
         order: seed of the schedule: messages and watch events arrive in another order for every seed.
-        nodes: how many nodes; default one more than a task has replicas. With kills there are at least one backup and
-            two nodes.
+        nodes: how many nodes; default one more than a task has replicas, or three workers of an elastic job. With kills
+            a task graph has at least one backup and two nodes.
         strict: replay every epoch from its snapshot (see `Settings.strict`).
         timeout_s: real seconds that the job may wait, for messages or in `await asyncio.sleep`: 1,000 times as long by
             the job's clock. Computing does not count. Then the job fails, and names what it waits for. It also
@@ -92,29 +96,32 @@ def run(
     if stuck_s is not None:
         _check_seconds("stuck_s", stuck_s)
     kills = _as_kills(kills)
-    for (task, epoch), stage in kills.items():
-        if stage not in STAGES:
-            raise JobError(f"kills: {stage!r} is no stage; the stages are: {', '.join(STAGES)}")
-        if stage in ("commit", "committed") and task != 0:
-            raise JobError(f"kills: {stage!r} happens at the leader, which is task 0's primary, not task {task}")
-        if not 0 <= task < job.tasks or epoch < 0 or (job.epochs is not None and epoch >= job.epochs):
-            raise JobError(f"kills: there is no task {task} in epoch {epoch}")
+    if job.elastic is None:
+        _check_kills(job, kills)
+    else:
+        check_worker_kills(kills)
     __tracebackhide__ = True
     if kills and nodes == 1:
         raise JobError("kills: with nodes=1 no node is left that could take over; give nodes=2, or leave it out")
-    backups = max(job.backups, 1) if kills else job.backups
-    settings = dataclasses.replace(job.settings, strict=strict or job.settings.strict)
-    job = dataclasses.replace(job, backups=backups, settings=settings)
+    if job.elastic is None:
+        backups = max(job.backups, 1) if kills else job.backups
+        settings = dataclasses.replace(job.settings, strict=strict or job.settings.strict)
+        job = dataclasses.replace(job, backups=backups, settings=settings)
+    least = _WORKERS if job.elastic is not None else job.backups + 2
     with contextlib.ExitStack() as until_over:
         until_over.enter_context(expected_ends_silenced())
         until_over.enter_context(searching_garbage_less_often())
         if job.checkpoint is not None:  # a test must not write to the place of real checkpoints
             place = until_over.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             job = dataclasses.replace(job, checkpoint=f"file://{place}")
-        run = _Run(job, kills, order, timeout_s, stuck_s)
+        run: LimitedRun
+        if job.elastic is None:
+            run = _Run(job, kills, order, timeout_s, stuck_s)
+        else:
+            run = WorkersRun(job, kills, order, strict, timeout_s, stuck_s)
         try:
             return run_guarded(
-                functools.partial(run.run_job, nodes or max(job.min_nodes, backups + 2)),
+                functools.partial(run.run_job, nodes or max(job.min_nodes, least)),
                 run.turn,
                 stuck_s,
                 run.end_slow_run,
@@ -128,6 +135,17 @@ def run(
             if by_user := ended_by_users(error, job.name):
                 raise by_user from None
             raise
+
+
+def _check_kills(job: Job, kills: dict[tuple[int, int], str]) -> None:
+    """Raises JobError if a kill does not fit a task graph."""
+    for (task, epoch), stage in kills.items():
+        if stage not in STAGES:
+            raise JobError(f"kills: {stage!r} is no stage; the stages are: {', '.join(STAGES)}")
+        if stage in ("commit", "committed") and task != 0:
+            raise JobError(f"kills: {stage!r} happens at the leader, which is task 0's primary, not task {task}")
+        if not 0 <= task < job.tasks or epoch < 0 or (job.epochs is not None and epoch >= job.epochs):
+            raise JobError(f"kills: there is no task {task} in epoch {epoch}")
 
 
 def _check_int(name: str, given: Any, least: int | None) -> None:
@@ -183,42 +201,24 @@ async def _wait_until_killable(cluster: InProcessCluster, node_id: str) -> bool:
     return _can_be_killed(cluster, node_id)
 
 
-class _Run:
-    """The state of one call of `run`. All methods but `progress` and `timeout_of` run in the loop's thread."""
+class _Run(LimitedRun):
+    """The state of one call of `run` with a task graph."""
 
     def __init__(
         self, job: Job, kills: dict[tuple[int, int], str], order: int, timeout_s: float, stuck_s: float | None
     ) -> None:
-        self.turn = Turn()
+        super().__init__(job.name, timeout_s, stuck_s, endless=job.epochs is None)
         self._job = job
         self._kills = kills
         self._rng = random.Random(order) if order else None
-        self._timeout_s = timeout_s
-        self._stuck_s = stuck_s
-        self._limit = f"did not end within {timeout_s:g} s"
-        self._max_epochs = max(1, int(timeout_s * _EPOCHS_PER_S)) if job.epochs is None else None
-        self._exceeded_max_epochs = False
         self._last_jump = 0
-        self._deadline: asyncio.Timeout | None = None
-        self._cluster: InProcessCluster | None = None
 
     async def run_job(self, nodes: int) -> JobResult:
         threads = functools.partial(LockStepThreads, self.turn)
         self._cluster = cluster = InProcessCluster(self._job, rng=self._rng, threads=threads, point=self._stage_hook)
         await cluster.start(nodes)
-        name = cluster.spec.name
         try:
-            async with asyncio.timeout(self._timeout_s * SPEED) as self._deadline:
-                result = await cluster.result()
-        except TimeoutError:
-            if self._exceeded_max_epochs:
-                most = self._max_epochs
-                text = f"job {name!r} committed {most} epochs without an end: no processor called epoch.finish()"
-                limit = f"the limit is {_EPOCHS_PER_S} for each second of timeout_s"
-                raise JobTimeout(f"{text} ({limit})", job=name) from None
-            text = f"job {name!r} {self._limit}; {cluster.waits()}"
-            clock = f"durations are of its clock, which runs up to {SPEED} times as fast while it waits"
-            raise JobTimeout(f"{text} ({clock})", job=name) from None
+            result = await self.result_of(cluster)
         finally:
             await cluster.stop()
         if self._kills:
@@ -235,14 +235,8 @@ class _Run:
                 self._last_jump = epoch
                 loop.stand_still(_JUMP_S)
                 await asyncio.sleep(0)
-            if (
-                stage == "commit"
-                and self._max_epochs is not None
-                and epoch >= self._max_epochs
-                and not self._exceeded_max_epochs
-            ):
-                self._exceeded_max_epochs = True  # all epochs before have been committed
-                self.end_wait()
+            if stage == "commit" and self.most is not None and epoch >= self.most:  # all before have been committed
+                self.end_endless(f"committed {self.most} epochs without an end: no processor called epoch.finish()")
             due = self._kills.get((task, epoch))
             if due == "committed" and stage == "commit":
                 await _wait_until_killable(cluster, node_id)  # this may be the last commit, after which it is too late
@@ -270,32 +264,13 @@ class _Run:
         """Returns a number that grows with every write to etcd, so also with every commit."""
         return self._cluster.store.revision if self._cluster is not None else 0
 
-    def end_wait(self) -> None:
-        if self._deadline is not None:
-            self._deadline.reschedule(0.0)
-
-    def end_slow_run(self, took_s: float) -> None:
-        """Ends a run that takes too long by the real clock, for example because its code sends messages for ever."""
-        if self._deadline is not None:
-            self._limit = (
-                f"still ran after {took_s:.0f} real seconds (the limit is {RUN_FACTOR} times stuck_s: if all of it is "
-                "slow, its setup() for one, give a larger one)"
-            )
-            self._deadline.reschedule(0.0)
-
     def timeout_of(self, stuck: Stuck) -> JobTimeout:
         """Returns an error that names the code that does not return, its task and its stack."""
-        assert self._stuck_s is not None
-        limit = f"runs for more than {self._stuck_s:g} s without a wait: it seems not to end (the limit is stuck_s)"
-        name = self._cluster.spec.name if self._cluster is not None else self._job.name
         call = call_under_way(stuck.frame) if stuck.frame is not None else None
         if call is None:  # a function of its topology or of a codec
-            text = "".join(traceback.format_stack(stuck.frame)) if stuck.frame is not None else ""
-            return JobTimeout(f"job {name!r}: its code {limit}", job=name or "", traceback_text=text)
+            return super().timeout_of(stuck)
         task, where, text = call
         views = [node.keeper.view for node in self._cluster.nodes] if self._cluster is not None else []
         epoch = max((view.epoch.record.epoch for view in views if view.epoch is not None), default=None)
         place = f"task {task}" + (f", epoch {epoch}" if epoch is not None else "")
-        return JobTimeout(
-            f"{place}: {where!r} {limit}", job=name or "", task=task, epoch=epoch, where=where, traceback_text=text
-        )
+        return self.stuck_error(f"{place}: {where!r}", text, task=task, epoch=epoch, where=where)

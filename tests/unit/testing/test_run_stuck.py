@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph.testing import cluster, threads
+from taskgraph.testing import limited, threads
 from taskgraph.testing.clock import Turn
 
 
@@ -183,7 +183,7 @@ class Hangs(tg.Task):
 
 @pytest.mark.slow
 def test_hanging_run_ends_by_the_real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "SPEED", 10**6)
+    monkeypatch.setattr(limited, "SPEED", 10**6)
     with pytest.raises(tg.JobTimeout, match=r"did not end within 2 s; it waits: .* 'hang'"):
         tg.testing.run(tg.Job(tasks=2, epochs=2, builder=Hangs), timeout_s=2, stuck_s=2)
 

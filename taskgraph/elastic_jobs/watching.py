@@ -1,0 +1,45 @@
+"""What a test sees of user code on one worker (`tg.testing.run`). All of it is called in the thread of user code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from taskgraph.elastic_jobs.parts import Part, Place
+    from taskgraph.elastic_jobs.rows import Rows
+    from taskgraph.elastic_jobs.sums import Sums
+    from taskgraph.protocol.messages import Encoded
+
+__all__ = ["Watch"]
+
+
+class Watch(Protocol):
+    """Watches one call of the user's function. What does not fit raises an error there."""
+
+    def copied(self, step: int) -> None:
+        """User code begins with a copied state, before this step."""
+
+    def boundary(self, step: int, state: Any) -> None:
+        """User code is between two steps, or before the first one; it may have to wait here."""
+
+    def last_boundary(self, step: int, state: Any) -> None:
+        """User code has taken all steps, this many."""
+
+    def trials(self, place: Place, part: Part, rows: Rows) -> Iterator[Part]:
+        """Yields parts for user code to compute before this part, which count nowhere."""
+
+    def tried(self, part: Part, sums: Sums) -> None:
+        """User code has computed such a part."""
+
+    def part(self, place: Place, part: Part) -> None:
+        """User code is about to compute a part; it may have to wait here."""
+
+    def computed(self, place: Place, part: Part, sums: Sums) -> None:
+        """User code has computed a part."""
+
+    def total(self, place: Place, parts: int) -> None:
+        """The total of a round of this many parts is there; user code may have to wait for it here."""
+
+    def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+        """User code has computed a piece of `run.once` or `run.map`. Returns what counts as its result."""

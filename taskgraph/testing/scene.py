@@ -1,0 +1,168 @@
+"""Who joins, leaves and dies in a test's run of an elastic job. All of it happens on the loop.
+
+Newcomers start at steps 0, 1, 2, 4, 7, 11 ..., or as soon as the one before has joined. Each time the oldest worker
+leaves or dies, unless the test kills workers itself. After three of them every worker began with a copied state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+from taskgraph.elastic_jobs.node import ElasticNode
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.observe.events import Event
+from taskgraph.protocol.records import name_of
+
+__all__ = ["Scene"]
+
+_STEP_S = 0.1
+"""Steps take so long while a newcomer is on its way, by the job's clock: it enters within a few of them."""
+_LOOK_S = 0.01
+_MOST_TURNS = 12
+"""Turns of the event loop after which a worker dies that has begun to send its sums."""
+
+
+class Scene:
+    """The workers of one run.
+
+    Args:
+        churn: newcomers join unasked.
+        rng: draws when exactly a worker dies.
+        check_endless: called with the number of each step of a run without an end.
+
+    Attributes:
+        kills: (place in the view, step) -> stage: those that have not come to pass. One comes to pass in a later step
+            if there is no such worker then, or no other one that could go on.
+    """
+
+    def __init__(
+        self, kills: dict[tuple[int, int], str], churn: bool, rng: random.Random, check_endless: Callable[[int], None]
+    ) -> None:
+        self.kills = kills
+        self._check_endless = check_endless
+        self._churn = churn
+        self._replaces = not kills
+        self._rng = rng
+        self._next_join = 0
+        self._newcomer = ""
+        self._joined = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cluster: InProcessCluster | None = None
+
+    def begin(self, cluster: InProcessCluster) -> None:
+        self._cluster = cluster
+
+    @property
+    def nodes(self) -> list[ElasticNode]:
+        """The nodes that live, in the order of their starts."""
+        living = [] if self._cluster is None else self._cluster.living
+        return [node for node in cast("list[ElasticNode]", living) if node.running]
+
+    def note(self, event: Event) -> None:
+        """Takes an event of a node: of a newcomer that has joined, it makes the oldest worker leave."""
+        if event.kind == "joined" and event.node == self._newcomer:
+            self._start(self._remove_oldest(event.node))
+
+    async def stop(self) -> None:
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def begin_step(self, worker: str, step: int, endless: bool) -> None:
+        """A worker is about to begin a step. Returns once it may.
+
+        Args:
+            endless: the run has no last step.
+        """
+        assert self._cluster is not None
+        if endless:
+            self._check_endless(step)
+        if self._churn and not self._newcomer and step >= self._next_join:
+            self._newcomer = name_of(self._cluster.add())
+            self._next_join = step + 1 + step // 2
+        node = self._named(worker)
+        if node is not None and self._place(node) >= 0 and (self._newcomer or self._someone_comes()):
+            await asyncio.sleep(_STEP_S)
+        await self.reached(worker, "begin", step)
+
+    async def reached(self, worker: str, stage: str, step: int) -> None:
+        """A worker has reached a stage of a step. Returns once it may go on."""
+        node = self._named(worker)
+        if node is None or not self._replaceable(node):
+            return
+        place = self._place(node)
+        due = [key for key in self.kills if key[0] == place and key[1] <= step and self.kills[key] == stage]
+        if not due:
+            return
+        del self.kills[min(due)]
+        if stage == "sums":
+            self._start(self._kill_soon(node))
+            return
+        self._kill(node)
+        await asyncio.Event().wait()  # the crash cancels whatever runs here
+
+    async def _remove_oldest(self, newcomer: str) -> None:
+        """Makes the oldest worker leave, or kills it, once the newcomer can stand in for it."""
+        await _until(lambda: (node := self._named(newcomer)) is not None and node.engine.core.whole)
+        oldest = min(self.nodes, key=self._seniority)
+        if oldest.name != newcomer and self._replaces:
+            self._joined += 1
+            if self._joined % 2:
+                oldest.drain("a newcomer takes its place")
+            else:
+                await _until(lambda: self._replaceable(oldest))
+                self._crash(oldest)
+        self._newcomer = ""
+
+    async def _kill_soon(self, node: ElasticNode) -> None:
+        for _ in range(self._rng.randrange(_MOST_TURNS)):
+            await asyncio.sleep(0)
+        self._kill(node)
+
+    def _kill(self, node: ElasticNode) -> None:
+        assert self._cluster is not None
+        self._crash(node)
+        self._cluster.add()
+
+    def _crash(self, node: ElasticNode) -> None:
+        assert self._cluster is not None
+        self._cluster.crash(node.id)
+
+    def _someone_comes(self) -> bool:
+        """True if a node is on its way into the view."""
+        assert self._cluster is not None
+        living = cast("list[ElasticNode]", self._cluster.living)
+        return any(not node.draining and self._place(node) < 0 for node in living)
+
+    def _replaceable(self, node: ElasticNode) -> bool:
+        """True if another worker has all that the job needs to go on."""
+        return any(
+            other is not node and other.engine.core.whole and not other.draining and self._place(other) >= 0
+            for other in self.nodes
+        )
+
+    def _named(self, worker: str) -> ElasticNode | None:
+        return next((node for node in self.nodes if node.name == worker), None)
+
+    def _place(self, node: ElasticNode) -> int:
+        """Returns the node's place in the view that it has read, 0 for the most senior worker; -1: it is in none."""
+        view = node.engine.core.view
+        return view.workers.index(node.id) if view is not None and node.id in view.workers else -1
+
+    def _seniority(self, node: ElasticNode) -> tuple[bool, int]:
+        place = self._place(node)
+        return place < 0 or node.draining, place
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 (what it looks at has no event)
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,48 @@
+"""The local variables of a user's function, to name those that later steps read and `run.state` does not have."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+__all__ = ["digests_of", "variables_of"]
+
+_MOST_ITEMS = 100
+_MOST_BYTES = 1 << 16
+"""Larger values are not looked at: that would take long in each step."""
+
+
+def variables_of(code: CodeType) -> dict[str, Any]:
+    """Returns the variables of the innermost call of this thread that is in the file of some code, by name."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != code.co_filename:
+        frame = frame.f_back
+    return dict(frame.f_locals) if frame is not None else {}
+
+
+def digests_of(variables: dict[str, Any]) -> dict[str, bytes]:
+    """Returns digests of the small numbers, texts, arrays, and lists, tuples and dicts of them, by name."""
+    found = {}
+    for name, value in variables.items():
+        digest = hashlib.blake2b(digest_size=16)
+        if _add(digest, value, 0):
+            found[name] = digest.digest()
+    return found
+
+
+def _add(digest: Any, value: Any, depth: int) -> bool:
+    """Adds a value to a digest. Returns False if it is of another kind, or large."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        digest.update(repr(value)[:_MOST_BYTES].encode())
+        return True
+    if isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES and value.dtype != object:
+        digest.update(value.tobytes())
+        return True
+    if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS and depth < 2:
+        items = value.items() if isinstance(value, dict) else value
+        return all(_add(digest, item, depth + 1) for item in items)
+    return False

@@ -1,0 +1,164 @@
+"""What `tg.testing.run` sees of user code on each worker, in its thread: it holds, kills, records and compares."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Coroutine, Iterator
+from types import CodeType
+from typing import Any
+
+from taskgraph.elastic_jobs.parts import Part, Place
+from taskgraph.elastic_jobs.rows import Rows
+from taskgraph.elastic_jobs.run import Run
+from taskgraph.elastic_jobs.state import digests
+from taskgraph.elastic_jobs.sums import Sums
+from taskgraph.jobs import ElasticCall
+from taskgraph.protocol.messages import Encoded
+from taskgraph.testing.compared import Comparison, Record, value_digests
+from taskgraph.testing.means import MeansCheck
+from taskgraph.testing.scene import Scene
+from taskgraph.testing.variables import digests_of, variables_of
+
+__all__ = ["Comparer", "Recorder", "Watcher", "watched"]
+
+
+def watched(call: ElasticCall, watch: Callable[[Run, CodeType], Watcher]) -> ElasticCall:
+    """Returns a call whose runs are watched."""
+    code: CodeType = inspect.unwrap(call.function).__code__
+
+    @functools.wraps(call.function)
+    def function(run: Run, **arguments: Any) -> Any:
+        run.progress.watch = watcher = watch(run, code)
+        value = call.function(run, **arguments)
+        watcher.value(value)
+        return value
+
+    return ElasticCall(function, call.arguments, call.node, call.checkpoint_every_s)
+
+
+class Watcher:
+    """Waits where the scene wants it to. A `taskgraph.elastic_jobs.watching.Watch`."""
+
+    def __init__(self, scene: Scene, run: Run, code: CodeType) -> None:
+        self._scene = scene
+        self._run = run
+        self._code = code
+        self._endless = False
+        self._had_part = False  # in the round at work; a worker without parts has all stages with the total
+
+    def _wait_for(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        progress = self._run.progress
+        with progress.turn.passed():
+            progress.node.wait_for(work)
+
+    def _reach(self, stage: str, step: int) -> None:
+        """Waits on the loop. The worker may be killed there."""
+        if self._scene.kills:
+            self._wait_for(lambda: self._scene.reached(self._run.worker, stage, step))
+
+    def copied(self, step: int) -> None:
+        pass
+
+    def boundary(self, step: int, state: Any) -> None:
+        self._wait_for(lambda: self._scene.begin_step(self._run.worker, step, self._endless))
+
+    def last_boundary(self, step: int, state: Any) -> None:
+        pass
+
+    def trials(self, place: Place, part: Part, rows: Rows) -> Iterator[Part]:
+        self._endless = rows.steps is None
+        return iter(())
+
+    def tried(self, part: Part, sums: Sums) -> None:
+        pass
+
+    def part(self, place: Place, part: Part) -> None:
+        self._had_part = True
+        self._reach("part", place.step)
+
+    def computed(self, place: Place, part: Part, sums: Sums) -> None:
+        if not self._run.progress.node.parts_left:
+            self._reach("sums", place.step)
+
+    def total(self, place: Place, parts: int) -> None:
+        for stage in ("total",) if self._had_part else ("part", "sums", "total"):
+            self._reach(stage, place.step)
+        self._had_part = False
+
+    def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+        return found
+
+    def value(self, value: Any) -> None:
+        """The function has returned a value."""
+
+
+class Recorder(Watcher):
+    """Records what one worker alone computes, and checks its means."""
+
+    def __init__(self, record: Record, scene: Scene, run: Run, code: CodeType) -> None:
+        super().__init__(scene, run, code)
+        self._record = record
+        self._means = MeansCheck()
+
+    def boundary(self, step: int, state: Any) -> None:
+        super().boundary(step, state)
+        self.last_boundary(step, state)
+        self._record.variables[step] = digests_of(variables_of(self._code))
+
+    def last_boundary(self, step: int, state: Any) -> None:
+        self._record.states[step] = digests(state)
+
+    def trials(self, place: Place, part: Part, rows: Rows) -> Iterator[Part]:
+        super().trials(place, part, rows)
+        return self._means.trials(place, part, rows)
+
+    def tried(self, part: Part, sums: Sums) -> None:
+        self._means.tried(part, sums)
+
+    def computed(self, place: Place, part: Part, sums: Sums) -> None:
+        self._means.computed(place, part, sums)
+        self._record.part(place, part, sums)
+
+    def total(self, place: Place, parts: int) -> None:
+        self._means.total()
+
+    def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+        self._record.results[position, piece] = found
+        return found
+
+    def value(self, value: Any) -> None:
+        self._record.value = value_digests(value)
+
+
+class Comparer(Watcher):
+    """Compares what a worker computes with the record of one worker alone."""
+
+    def __init__(self, record: Record, scene: Scene, run: Run, code: CodeType) -> None:
+        super().__init__(scene, run, code)
+        self._comparison = Comparison(record, run.worker)
+
+    def copied(self, step: int) -> None:
+        self._comparison.copied(step)
+
+    def boundary(self, step: int, state: Any) -> None:
+        self._comparison.variables(step, variables_of(self._code))
+        self._comparison.step(step, digests(state))
+        super().boundary(step, state)
+
+    def last_boundary(self, step: int, state: Any) -> None:
+        self._comparison.state(step, digests(state))
+
+    def computed(self, place: Place, part: Part, sums: Sums) -> None:
+        self._comparison.part(place, part, sums)
+        super().computed(place, part, sums)
+
+    def total(self, place: Place, parts: int) -> None:
+        self._comparison.total(place)
+        super().total(place, parts)
+
+    def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+        return self._comparison.result(call, position, piece, found)
+
+    def value(self, value: Any) -> None:
+        self._comparison.value(value)
