@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from taskgraph.elastic_jobs.libraries import pytorch_threads
+from taskgraph.elastic_jobs.libraries import library_threads
 from taskgraph.elastic_jobs.seeding import Turn, seed_generators
 from taskgraph.errors import JobError
 from taskgraph.jobs import ElasticCall, Job, JobFunction
@@ -128,7 +128,7 @@ def _in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(run: Run, **arguments: Any) -> Any:
         spec = run.progress.node.spec
-        with turn.taken(), pytorch_threads(spec.setting("blas_threads")):
+        with turn.taken(), library_threads(spec.setting("blas_threads")):
             run.progress.turn = turn
             seed_generators(spec.seed)
             value = function(run, **arguments)

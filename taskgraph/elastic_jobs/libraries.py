@@ -8,10 +8,13 @@ import threading
 from collections.abc import Iterator
 from types import ModuleType
 
-__all__ = ["pytorch", "pytorch_threads"]
+from taskgraph.system.blas import OpenBlas, openblas_here
+
+__all__ = ["library_threads", "pytorch"]
 
 _lock = threading.Lock()
-_before: list[int] = []  # PyTorch's number of threads before the first of the callers that are in `pytorch_threads`
+_before: list[tuple[OpenBlas, int]] = []  # libraries, and their threads before the first caller of `library_threads`
+_inside: list[None] = []  # one for each caller that is in it
 
 
 def pytorch() -> ModuleType | None:
@@ -23,22 +26,28 @@ def pytorch() -> ModuleType | None:
 
 
 @contextlib.contextmanager
-def pytorch_threads(count: int) -> Iterator[None]:
-    """PyTorch computes with so many threads meanwhile: their number decides the last bits.
+def library_threads(count: int) -> Iterator[None]:
+    """PyTorch and OpenBLAS compute with so many threads meanwhile: their number decides the last bits.
 
-    Nodes get it by their environment. With `nodes=0` the process may have loaded PyTorch with another one.
+    Nodes get it by their environment. With `nodes=0` the process may have loaded them with another one.
     """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
     with _lock:
-        _before.append(_before[0] if _before else torch.get_num_threads())
-        torch.set_num_threads(count)
+        if not _before:
+            _before.extend((each, each.threads()) for each in _threaded())
+        _inside.append(None)
+        for each, _ in _before:
+            each.set_threads(count)
     try:
         yield
     finally:
         with _lock:
-            before = _before.pop()
-            if not _before:
-                torch.set_num_threads(before)
+            _inside.pop()
+            if not _inside:
+                for each, before in _before:
+                    each.set_threads(before)
+                _before.clear()
+
+
+def _threaded() -> list[OpenBlas]:
+    torch = sys.modules.get("torch")
+    return [*openblas_here(), *([OpenBlas(torch.get_num_threads, torch.set_num_threads)] if torch is not None else ())]
