@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from taskgraph import testing as testing
     from taskgraph.channels import Inputs, Outputs
     from taskgraph.cli import driver_main as main
+    from taskgraph.elastic_jobs.groups import Group
     from taskgraph.elastic_jobs.job import elastic
     from taskgraph.elastic_jobs.parts import Part
     from taskgraph.elastic_jobs.run import Run
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         Unavailable,
         UnknownJob,
         ValueNotEncodable,
+        ViewChanged,
     )
     from taskgraph.graph.libraries import arrays
     from taskgraph.graph.values import codec, message
@@ -75,6 +77,7 @@ __all__ = [
     "Event",
     "FingerprintMismatch",
     "GraphError",
+    "Group",
     "Hold",
     "Inputs",
     "Job",
@@ -108,6 +111,7 @@ __all__ = [
     "Unavailable",
     "UnknownJob",
     "ValueNotEncodable",
+    "ViewChanged",
     "__version__",
     "arrays",
     "arun",
@@ -134,6 +138,7 @@ __all__ = [
 
 _MODULES = {
     "channels": ("Inputs", "Outputs"),
+    "elastic_jobs.groups": ("Group",),
     "elastic_jobs.job": ("elastic",),
     "elastic_jobs.parts": ("Part",),
     "elastic_jobs.run": ("Run",),

@@ -9,6 +9,7 @@ message what to do. Users read `str(error)`.
     │   ├── ValueNotEncodable   a value that cannot travel
     │   ├── StateError          state changed outside a sync point, forgotten by snapshot(), or unlike that of others
     │   ├── StepError           a step of an elastic job whose parts, rounds or calls do not fit
+    │   ├── ViewChanged         an operation of `run.group()` is complete on no worker: try again
     │   ├── FingerprintMismatch a node runs another driver, or another version of it
     │   └── JobRunning          a job with that name is running already
     ├── JobFailed           the job ended without a result; has the traceback of the user's code
@@ -56,6 +57,7 @@ __all__ = [
     "Unavailable",
     "UnknownJob",
     "ValueNotEncodable",
+    "ViewChanged",
 ]
 
 
@@ -142,6 +144,26 @@ class StateError(JobError):
 
 class StepError(JobError):
     """A step of an elastic job whose parts, rounds or calls do not fit: to each other, or on the workers."""
+
+
+class ViewChanged(JobError):
+    """An operation of a group of workers (`run.group`) is complete on no worker, since workers left or entered.
+
+    All workers raise it alike. What each of them contributed is still its own: call `run.group()` and try again.
+
+    Attributes:
+        left: the names of members that are gone.
+        entered: the names of workers that are new.
+    """
+
+    def __init__(self, left: tuple[str, ...] = (), entered: tuple[str, ...] = ()) -> None:
+        self.left = left
+        self.entered = entered
+        changes = [f"{', '.join(names)} {what}" for names, what in ((left, "left"), (entered, "entered")) if names]
+        super().__init__(
+            f"{' and '.join(changes) or 'the view changed'}: this operation is complete on no worker. Catch "
+            f"tg.ViewChanged, call run.group(), and try again"
+        )
 
 
 class FingerprintMismatch(JobError):

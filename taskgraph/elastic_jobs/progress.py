@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from taskgraph.elastic_jobs.engine import chained
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import Turn, derived_seed, seed_generators
-from taskgraph.elastic_jobs.state import writable
+from taskgraph.elastic_jobs.state import capture, check_names, writable
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode, encode
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.usercall import UserCall
     from taskgraph.elastic_jobs.watching import Watch
 
-__all__ = ["BOUNDARY", "PIECE", "SUMMED", "Progress"]
+__all__ = ["PIECE", "SUMMED", "Progress"]
 
 SUMMED: Final = 1
 BOUNDARY: Final = 3
@@ -42,6 +42,7 @@ class Progress:
         in_steps: the first step has begun.
         watch: a test that watches user code; None: there is none.
         early: what `run.once` and `run.map` gave before that, in order.
+        copied_members: those of the group (`run.group`) of the worker whose state is copied.
     """
 
     def __init__(self, node: UserCall, turn: Turn) -> None:
@@ -52,6 +53,7 @@ class Progress:
         self.in_steps = False
         self.watch: Watch | None = None
         self.early: list[Any] = []
+        self.copied_members: tuple[str, ...] = ()
         self._begun = False
         self._copied: tuple[int, int, bytes, dict[str, Any]] | None = (
             None  # step, position, tag and state to begin with
@@ -79,6 +81,7 @@ class Progress:
             pytorch()
             content = decode(copied.value)
             self._known = list(content["early"])
+            self.copied_members = tuple(content["members"])
             self._copied = copied.step, copied.position, copied.tag, content["state"]
 
     def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None) -> int | Sums:
@@ -108,6 +111,23 @@ class Progress:
         done: tuple[int, Sums] | None = None
         while isinstance(answer := self.ask(1, b"return", done), int):
             done = answer, Sums.of({})
+
+    def boundary(self, number: int, state: Any, members: Sequence[str] = ()) -> None:
+        """Gives the state to who waits for it, and seeds the generators alike, before a step.
+
+        Args:
+            number: of the step.
+            state: what `run.state` got.
+            members: see `copied_members`.
+        """
+        check_names(state)
+        if self.watch is not None:
+            self.watch.boundary(number, state)
+        if self.node.state_wanted:
+            self.node.give_state(
+                number, self.position, self.tag, capture(state, self.early, self.node.allocate, members)
+            )
+        self.seed(BOUNDARY)
 
     def seed(self, what: int) -> None:
         """Seeds the generators alike on all workers."""

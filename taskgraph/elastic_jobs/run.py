@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from taskgraph.elastic_jobs.data import Data, data_of, loader_arguments
+from taskgraph.elastic_jobs.groups import Group, Turns
 from taskgraph.elastic_jobs.parts import Part, pytorch_modes
 from taskgraph.elastic_jobs.progress import Progress
 from taskgraph.elastic_jobs.rows import Rows
@@ -19,7 +20,7 @@ from taskgraph.errors import StateError, StepError
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.usercall import UserCall
 
-__all__ = ["Part", "Run", "State", "Step", "Steps"]
+__all__ = ["Group", "Part", "Run", "State", "Step", "Steps"]
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class Run:
         self.named: Any = None
         self.log = logging.getLogger("taskgraph.user")
         self._steps: Steps | None = None
+        self._turns: Turns | None = None
 
     @property
     def worker(self) -> str:
@@ -70,9 +72,26 @@ class Run:
         """
         return self._pieces("run.map", function, list(pieces))
 
+    def group(self) -> Group:
+        """Begins a turn of a loop that has no steps and parts. Returns the workers that it works with.
+
+        Call it at the top of each turn, in place of `run.steps`: newcomers and checkpoints get the state here. The
+        members change only after an operation has raised `ViewChanged`.
+
+        Raises:
+            StepError: the job has called `run.steps`.
+        """
+        if self._steps is not None:
+            raise StepError("run.group() in a job that has called run.steps(...): use one of them")
+        if self._turns is None:
+            self._turns = Turns(self)
+        return self._turns.begin()
+
     def _pieces(self, call: str, function: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
         if self._steps is not None and self._steps.in_part_loop:
             raise StepError(f"{call} in the part loop: call it before or after `for part in step`")
+        if self._turns is not None and self._turns.contributing:
+            raise StepError(f"{call} in a contribution to the group: call it before")
         modules = pytorch_modes(self.named)
         try:
             return self.progress.pieces(call, function, pieces)
@@ -153,6 +172,8 @@ class Run:
         Raises:
             StepError: it was called before, or the arguments do not fit.
         """
+        if self._turns is not None:
+            raise StepError("run.steps(...) in a job that has called run.group(): use one of them")
         if self._steps is not None:
             raise StepError(
                 "run.steps(...) is called once: code between two loops would run on a newcomer with a fresh state. "

@@ -98,8 +98,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def capture(state: Any, early: Sequence[Any], allocate: Allocate) -> Encoded:
-    """Encodes the state, and what was computed before the first step; later changes to it cannot reach the result.
+def capture(state: Any, early: Sequence[Any], allocate: Allocate, members: Sequence[str] = ()) -> Encoded:
+    """Encodes the state, what was computed before the first step, and a group's members. Later changes do not reach it.
 
     Args:
         allocate: gives memory for large arrays: other processes of the host read them there.
@@ -109,7 +109,9 @@ def capture(state: Any, early: Sequence[Any], allocate: Allocate) -> Encoded:
     """
     pytorch()
     content = {name: _captured(value) for name, value in _items(state).items()}
-    return encode({"state": content, "early": list(early)}, what="run.state", allocate=allocate)
+    return encode(
+        {"state": content, "early": list(early), "members": list(members)}, what="run.state", allocate=allocate
+    )
 
 
 def digests(state: Any) -> dict[str, bytes]:

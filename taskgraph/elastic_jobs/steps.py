@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.parts import KINDS, Part, Place, Round, title
-from taskgraph.elastic_jobs.progress import BOUNDARY, SUMMED, Progress
-from taskgraph.elastic_jobs.state import capture, check_names, check_shapes, digests, load
+from taskgraph.elastic_jobs.progress import SUMMED, Progress
+from taskgraph.elastic_jobs.state import check_shapes, digests, load
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode
 
@@ -75,21 +75,16 @@ class Steps:
         if progress.in_steps:
             raise StepError("the steps of a run are taken once: tell phases by step.number, and passes by passes=...")
         check_shapes(state)
-        number, node, watch, copied = 0, progress.node, progress.watch, progress.begin()
+        number, watch, copied = 0, progress.watch, progress.begin()
         if copied is not None:
             number, captured = copied
             load(state, captured)
             if watch is not None:
                 watch.copied(number)
         while self.rows.steps is None or number < self.rows.steps:
-            check_names(state)
-            if watch is not None:
-                watch.boundary(number, state)
-            if node.state_wanted:
-                node.give_state(number, progress.position, progress.tag, capture(state, progress.early, node.allocate))
-            progress.seed(BOUNDARY)
+            progress.boundary(number, state)
             self._step = Step(self, number)
-            if is_checked(number) and not node.is_behind(progress.position):
+            if is_checked(number) and not progress.node.is_behind(progress.position):
                 self._step.check_state(digests(state))
             yield self._step
             self._step.end()

@@ -80,8 +80,13 @@ class UserCall:
     @property
     def workers(self) -> tuple[str, ...]:
         """The names of the workers of the view that this worker has read."""
+        return self.view[1]
+
+    @property
+    def view(self) -> tuple[int, tuple[str, ...]]:
+        """The number of the view that this worker has read, and the names of its workers."""
         view = self._engine.core.view
-        return () if view is None else tuple(map(name_of, view.workers))
+        return (-1, ()) if view is None else (view.number, tuple(map(name_of, view.workers)))
 
     def __call__(self) -> None:
         """Calls the function."""

@@ -1,0 +1,220 @@
+"""Loops of another shape than steps and parts: operations of the workers of a view, each with a tree of its own.
+
+    group = run.group()          a boundary: the state may be copied here
+    total = group.allreduce(...) every member has got it, or every member raises ViewChanged
+
+An operation is a position of the protocol, with one part for each member. As long as the view has the members of the
+group, each worker is dealt its own part. After a change some worker is dealt the part of another: it contributes that
+it is gone, with the view that it has read. Such a total is held by all workers, too, so all of them raise the same
+error, and go on with the same members.
+
+All of it is used in the thread of user code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from taskgraph.elastic_jobs.differing import is_checked
+from taskgraph.elastic_jobs.libraries import pytorch
+from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
+from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
+from taskgraph.elastic_jobs.state import check_shapes, digests, load
+from taskgraph.elastic_jobs.sums import Sums
+from taskgraph.errors import StepError, ViewChanged
+from taskgraph.graph.values import decode, encode
+
+if TYPE_CHECKING:
+    from taskgraph.protocol.messages import Encoded
+
+__all__ = ["Group", "Turns"]
+
+
+class RunOfTurns(Protocol):
+    """The interface of `run.Run`, for its turns."""
+
+    progress: Progress
+    named: Any
+
+
+class Turns:
+    """The turns of a run's loop, each with the group that it works with.
+
+    Attributes:
+        number: of the turn that begins next.
+        members: the names of the workers of the group, in order; (): they have not agreed on one yet.
+        contributing: a function of user code makes a contribution.
+    """
+
+    def __init__(self, run: RunOfTurns) -> None:
+        progress, state = run.progress, run.named
+        self.run = run
+        self.number = 0
+        self.members: tuple[str, ...] = ()
+        self.contributing = False
+        check_shapes(state)
+        copied = progress.begin()
+        if copied is not None:
+            self.number, captured = copied
+            self.members = progress.copied_members
+            load(state, captured)
+            if progress.watch is not None:
+                progress.watch.copied(self.number)
+
+    def begin(self) -> Group:
+        """Begins a turn."""
+        progress, state = self.run.progress, self.run.named
+        progress.boundary(self.number, state, self.members)
+        digest = b""
+        if is_checked(self.number) and not progress.node.is_behind(progress.position):
+            found = digests(state)
+            digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).digest()
+            progress.node.note_digests(self.number, found)
+        if not self.members:
+            self.members = self._agreed()
+        self.number += 1
+        return Group(self, self.number - 1, self.members, digest)
+
+    def _agreed(self) -> tuple[str, ...]:
+        """Returns the first members: the workers of the view, as one of them has read it."""
+        progress, done = self.run.progress, None
+        while isinstance(answer := progress.ask(1, b"run.group", done), int):
+            done = answer, Sums.of({}, {answer: encode({"view": progress.node.view})})
+        (found,) = _collected(answer.collected.values())
+        return tuple(found["view"][1])
+
+
+class Group:
+    """The workers of a view, for operations of all of them. Begin each turn of the loop with `run.group()`.
+
+    All workers call the same operations in the same order. What an operation gets may be a function: it is called only
+    if the worker's contribution is needed, so that a newcomer that catches up does not compute in vain.
+
+    Attributes:
+        members: the names of the workers, the most senior one first.
+        number: of the turn, from 0.
+    """
+
+    def __init__(self, turns: Turns, number: int, members: tuple[str, ...], digest: bytes) -> None:
+        self.members = members
+        self.number = number
+        self._turns = turns
+        self._what = b"%d " % number + digest + b" ".join(name.encode() for name in members)
+        self._operations = 0
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def index(self) -> int:
+        """This worker's place among the members; -1 for a newcomer that catches up: what it computes is not used."""
+        name = self._turns.run.progress.node.name
+        return self.members.index(name) if name in self.members else -1
+
+    def allreduce(self, tree: Any) -> Any:
+        """Returns the sum of the trees of all members, added in a fixed order; the same bits on all workers.
+
+        Args:
+            tree: numbers, arrays, and dicts, lists and tuples of them, alike on all members; or a function of no
+                arguments that returns it.
+
+        Raises:
+            ViewChanged: the operation is complete on no worker.
+            StepError: the trees differ in names, shapes or dtypes.
+        """
+        total = self._exchange("allreduce", lambda _: Sums.of({"value": _made(tree)}))
+        return total.tree()["value"]
+
+    def broadcast(self, tree: Any, root: str | None = None) -> Any:
+        """Returns the tree of one member, of values that travel.
+
+        Args:
+            tree: or a function that returns it; called on the root only.
+            root: a member's name; None: the most senior one.
+
+        Raises:
+            ViewChanged: the operation is complete on no worker.
+        """
+        root = self.members[0] if root is None else root
+        if root not in self.members:
+            raise StepError(f"group.broadcast(root={root!r}): the members are {', '.join(self.members)}")
+        name = self._turns.run.progress.node.name
+
+        def contribute(slot: int) -> Sums:
+            if name != root:
+                return Sums.of({})
+            return Sums.of({}, {slot: encode({"value": _made(tree)}, what="group.broadcast")})
+
+        return self._values(self._exchange("broadcast", contribute))[0]
+
+    def allgather(self, tree: Any) -> list[Any]:
+        """Returns the trees of all members, in their order; see `broadcast`."""
+
+        def contribute(slot: int) -> Sums:
+            return Sums.of({}, {slot: encode({"value": _made(tree)}, what="group.allgather")})
+
+        return self._values(self._exchange("allgather", contribute))
+
+    def barrier(self) -> None:
+        """Returns once all members have come here.
+
+        Raises:
+            ViewChanged: the operation is complete on no worker.
+        """
+        self._exchange("barrier", lambda _: Sums.of({}))
+
+    def report(self, **numbers: Any) -> None:
+        """Reports numbers of this turn, once all workers hold what its operations gave."""
+        progress = self._turns.run.progress
+        progress.node.report(progress.position, self.number, {name: float(value) for name, value in numbers.items()})
+
+    def _exchange(self, operation: str, contribute: Callable[[int], Sums]) -> Sums:
+        """Returns the total of an operation. `contribute` gets this worker's place."""
+        turns, progress = self._turns, self._turns.run.progress
+        if turns.contributing or turns.number != self.number + 1 or turns.members != self.members:
+            raise StepError(f"group.{operation}(...) of an earlier turn, or in a contribution: call run.group() first")
+        self._operations += 1
+        what = f"group.{operation} {self._operations} ".encode() + self._what
+        done: tuple[int, Sums] | None = None
+        while isinstance(answer := progress.ask(len(self.members), what, done), int):
+            done = answer, self._contribution(answer, contribute)
+        progress.seed(SUMMED)
+        self._check_complete(answer)
+        return answer
+
+    def _contribution(self, slot: int, contribute: Callable[[int], Sums]) -> Sums:
+        turns, progress = self._turns, self._turns.run.progress
+        if self.members[slot] != progress.node.name:
+            return Sums.of({}, {slot: encode({"view": progress.node.view})})
+        seed_generators(derived_seed(progress.node.spec.seed, progress.position, PIECE, slot))
+        turns.contributing = True
+        try:
+            return contribute(slot)
+        finally:
+            turns.contributing = False
+
+    def _check_complete(self, total: Sums) -> None:
+        """Raises ViewChanged if a member did not contribute: on all workers, which go on with the same members."""
+        views = [tuple(found["view"]) for found in _collected(total.collected.values()) if "view" in found]
+        if views:
+            _, now = max(views)
+            self._turns.members = tuple(now)
+            raise ViewChanged(
+                left=tuple(name for name in self.members if name not in now),
+                entered=tuple(name for name in now if name not in self.members),
+            )
+
+    def _values(self, total: Sums) -> list[Any]:
+        return [found["value"] for found in _collected(total.collected.values())]
+
+
+def _made(tree: Any) -> Any:
+    return tree() if callable(tree) else tree
+
+
+def _collected(values: Any) -> list[dict[str, Any]]:
+    pytorch()
+    found: list[Encoded] = list(values)
+    return [decode(value) for value in found]
