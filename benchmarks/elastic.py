@@ -6,6 +6,7 @@
     overhead   steps that add 8 bytes: the framework's own time
     allreduce  one array of each of 4 workers, against Gloo
     kill       SIGKILL of one worker of 4 and of 8, until the next step is complete
+    torchft    the same of torchft (also at the end of `kill`)
     freeze     SIGSTOP of one worker of 4
     join       a newcomer, with 1 and with 256 MiB of state
     goodput    steps with a kill every 20 s
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import itertools
 import json
 import statistics
@@ -155,6 +157,16 @@ def kill(given: argparse.Namespace) -> None:
         p95 = every[min(len(every) - 1, round(0.95 * len(every)))]
         print(f"  all: median {verdict(statistics.median(every), t + 100)}; p95 {verdict(p95, 2 * t + 300)}")
         print(f"  steps lost: {seen.steps_lost}; parts computed again: {seen.parts_again}", flush=True)
+    torchft(given)
+
+
+def torchft(given: argparse.Namespace) -> None:
+    """The same of torchft, if it is installed."""
+    if importlib.util.find_spec("torchft") is None:
+        print("torchft: skipped (pip install torchft)")
+        return
+    step_ms, kills = of_peer("torchft_ddp.py", kills=given.rounds or (5 if given.full else 1))
+    print(f"torchft, SIGKILL of 1 of 4: ms {spread(kills)}; an undisturbed step: {spread(step_ms)}", flush=True)
 
 
 def freeze(given: argparse.Namespace) -> None:
@@ -192,6 +204,7 @@ COMMANDS = {
     "overhead": overhead,
     "allreduce": allreduce,
     "kill": kill,
+    "torchft": torchft,
     "freeze": freeze,
     "join": joins,
     "goodput": under_kills,
