@@ -26,7 +26,7 @@ from taskgraph.protocol.messages import Encoded
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["State", "capture", "check_names", "check_shapes", "is_array", "leaves", "load", "writable"]
+__all__ = ["State", "capture", "check_names", "check_parameters", "is_array", "leaves", "load", "writable"]
 
 
 class State:
@@ -68,17 +68,31 @@ def check_names(state: Any) -> None:
         raise StateError(f"{type(state).__name__} of run.state(...): " + _unknown(unknown[0], fields))
 
 
-def check_shapes(state: Any) -> None:
-    """Raises StateError if a parameter of a PyTorch module has no shape yet."""
+def check_parameters(state: Any) -> None:
+    """Raises StateError if a PyTorch module has a parameter without a shape, or an optimizer one that is not named."""
     torch = pytorch()
     if torch is None:
         return
-    for name, leaf in leaves(state):
+    found = list(leaves(state))
+    named = {id(leaf) for _, leaf in found}
+    for name, leaf in found:
         for path, parameter in leaf.named_parameters() if isinstance(leaf, torch.nn.Module) else ():
+            named.add(id(parameter))
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise StateError(
                     f"the parameter {name}.{path} has no shape yet: call its lazy module once before the first step"
                 )
+    known = (torch.nn.Module, torch.optim.Optimizer)
+    others = [type(leaf) for _, leaf in found if _has_dict(leaf) and not isinstance(leaf, known)]
+    if any(not kind.__module__.startswith("torch.") for kind in others):
+        return  # it may have parameters of its own
+    for name, leaf in found:
+        groups = leaf.param_groups if isinstance(leaf, torch.optim.Optimizer) else ()
+        if any(id(parameter) not in named for group in groups for parameter in group["params"]):
+            raise StateError(
+                f"the optimizer {name!r} has parameters that run.state does not name: a newcomer would begin with "
+                f"others; name their module, as in run.state(model=model, {name}={name})"
+            )
 
 
 def leaves(state: Any) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.parts import KINDS, Part, Place, Round, title
 from taskgraph.elastic_jobs.progress import SUMMED, Progress
-from taskgraph.elastic_jobs.state import check_shapes, digests, load
+from taskgraph.elastic_jobs.state import check_parameters, digests, load
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode
 
@@ -74,7 +74,7 @@ class Steps:
         progress, state = self.run.progress, self.run.named
         if progress.in_steps:
             raise StepError("the steps of a run are taken once: tell phases by step.number, and passes by passes=...")
-        check_shapes(state)
+        check_parameters(state)
         number, watch, copied = 0, progress.watch, progress.begin()
         if copied is not None:
             number, captured = copied

@@ -174,6 +174,36 @@ async def test_gradients_end_with_their_step() -> None:
     assert await run_body(body) == 1
 
 
+@pytest.mark.parametrize("named", ["nothing", "model", "tensors", "trainer"])
+async def test_parameters_of_optimizers_are_named(named: str) -> None:
+    class Trainer:
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def state_dict(self) -> Any:
+            return self.model.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self.model.load_state_dict(state)
+
+    def body(run: Any) -> Any:
+        model = nn.Linear(3, 1)
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        more = {"nothing": {}, "model": {"model": model}, "tensors": {"w": [model.weight, {"bias": model.bias}]}}
+        run.state(opt=opt, **more.get(named, {"trainer": Trainer(model)}))
+        for step in steps(run):
+            for part in step:
+                part.backward(model(torch.ones(1, 3)).sum())
+            opt.step()
+        return step.number
+
+    if named != "nothing":
+        assert await run_body(body) == 1
+        return
+    with pytest.raises(JobFailed, match="the optimizer 'opt' has parameters that run.state does not name: a newcomer"):
+        await run_body(body)
+
+
 async def test_lazy_modules_are_called_before_the_first_step() -> None:
     def body(run: Any) -> Any:
         model = nn.LazyLinear(1)
