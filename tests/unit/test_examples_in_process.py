@@ -232,6 +232,25 @@ def test_examples_keep_all_state_in_snapshots(example: str) -> None:
     assert not [event.text for event in events if event.kind == "unheld"]
 
 
+@pytest.mark.parametrize(
+    ("example", "options", "found"),
+    [
+        ("elastic_readme", {"passes": 2}, None),
+        ("elastic_numpy", {"points": 4000, "steps": 12}, "steps"),
+        ("elastic_torch", {"passes": 1}, "best accuracy"),
+    ],
+)
+def test_elastic_examples_have_the_same_bits_with_kills(
+    example: str, options: dict[str, Any], found: str | None
+) -> None:
+    if example == "elastic_torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
+    alone = tg.testing.run(job(example, **options))  # strict: newcomers join unasked
+    killed = tg.testing.run(job(example, **options), kills={(0, 1): "sums", (1, 3): "total", (0, 6): "part"}, order=2)
+    assert killed.to_json().partition('"wall_s"')[0] == alone.to_json().partition('"wall_s"')[0]
+    assert found is None or alone.value[found] > 0.5
+
+
 @pytest.mark.parametrize("example", [*ALL, *ELASTIC])
 def test_examples_name_their_command(example: str) -> None:
     text = (EXAMPLES / f"{example}.py").read_text()
