@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "Step", "Steps"]
 
+_FEW_STEPS = 3
+"""If so many steps change nothing, the update is probably called at the wrong place."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -59,6 +62,7 @@ class Steps:
         self.rows = rows
         self.finite = True  # the last total
         self._step: Step | None = None
+        self._first: dict[str, bytes] = {}  # the digests of the state before step 0
 
     @property
     def per_pass(self) -> int:
@@ -85,12 +89,26 @@ class Steps:
             progress.boundary(number, state)
             self._step = Step(self, number)
             if is_checked(number) and not progress.node.is_behind(progress.position):
-                self._step.check_state(digests(state))
+                found = digests(state)
+                self._step.check_state(found)
+                self._check_changed(number, found)
             yield self._step
             self._step.end()
             number += 1
         if watch is not None:
             watch.last_boundary(number, state)
+
+    def _check_changed(self, number: int, found: dict[str, bytes]) -> None:
+        """Emits an event, on the most senior worker, if the first steps left the state as it was."""
+        node = self.run.progress.node
+        if number == 0:
+            self._first = found
+        elif number == _FEW_STEPS and found and found == self._first and node.workers[:1] == (node.name,):
+            text = (
+                f"the first {number} steps changed nothing in run.state: call optimizer.step() after `for part in "
+                f"step`, without zero_grad() in between"
+            )
+            node.emit("unchanged", text)
 
     @property
     def in_part_loop(self) -> bool:
