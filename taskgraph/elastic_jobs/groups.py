@@ -21,7 +21,7 @@ from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
-from taskgraph.elastic_jobs.state import check_shapes, digests, load
+from taskgraph.elastic_jobs.state import check_parameters, digests, load
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError, ViewChanged
 from taskgraph.graph.values import decode, encode
@@ -54,7 +54,7 @@ class Turns:
         self.number = 0
         self.members: tuple[str, ...] = ()
         self.contributing = False
-        check_shapes(state)
+        check_parameters(state)
         copied = progress.begin()
         if copied is not None:
             self.number, captured = copied
