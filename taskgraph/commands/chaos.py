@@ -22,7 +22,7 @@ from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError
 from taskgraph.launch.follow import follow_events
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import ids_text
+from taskgraph.observe.format import counted, ids_text
 from taskgraph.observe.screen import printable
 from taskgraph.protocol.records import State, name_of
 from taskgraph.protocol.view import JobView
@@ -62,6 +62,10 @@ async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int)
             )
         print(f"chaos on job {reached.name}: a fault every {options.mtbf:g} s, seed {seed}; Ctrl-C ends it", flush=True)
         return await run.until_over(options.for_s)
+
+
+def _workers(view: JobView) -> list[str]:
+    return [] if view.workers is None else [worker for worker, _ in view.workers.record.workers]
 
 
 class _Chaos:
@@ -160,7 +164,7 @@ class _Chaos:
                 if fault.kind == "stop":
                     self._stopped[fault.node] = record.pid
                     group.create_task(self._wake(fault))
-                group.create_task(self._report_commit(epoch))
+                group.create_task(self._report_commit(epoch, fault.node))
 
     async def _draw_fault(self) -> Fault:
         """Waits for a node that can be hit, and draws a fault."""
@@ -185,10 +189,16 @@ class _Chaos:
                 self._say(
                     f"waiting: every node of this host was hit already, or leaves ({more})"
                     if self._lossy
-                    else f"waiting: every node has the only replica of some task ({more}; --lossy hits it all the same)"
+                    else f"waiting: {self._why_spared} ({more}; --lossy hits it all the same)"
                 )
                 said = True
             await asyncio.sleep(_AGAIN_S)
+
+    @property
+    def _why_spared(self) -> str:
+        if self._view.workers is not None:
+            return "only one worker is well"
+        return "every node has the only replica of some task"
 
     def _roles(self, fault: Fault) -> str:
         replicas = [task for task in sorted(self._view.primaries) if fault.node in self._view.in_sync(task)]
@@ -198,6 +208,8 @@ class _Chaos:
             for role, tasks in (("primary", first), ("backup", [t for t in replicas if t not in first]))
             if tasks
         ]
+        if self._view.workers is not None:
+            words = [f"one of {counted(len(_workers(self._view)), 'worker')}"]
         return (" and ".join(words) or "which has no task") + (f", for {fault.lasts_s:.1f} s" * bool(fault.lasts_s))
 
     async def _wake(self, fault: Fault) -> None:
@@ -212,9 +224,13 @@ class _Chaos:
         for node in nodes:
             acting.signal_process(self._stopped.pop(node), signal.SIGCONT)
 
-    async def _report_commit(self, epoch: int) -> None:
-        """Says when the epoch after the fault's epoch committed."""
+    async def _report_commit(self, epoch: int, node: str) -> None:
+        """Says when the epoch after the fault's epoch committed, or when the other workers went on without the node."""
         began = time.monotonic()
+        if self._view.workers is not None:
+            await self.keeper.wait_until(lambda view: node not in _workers(view))
+            self._say(f"{name_of(node)} is out of the view {time.monotonic() - began:.2f} s after the fault")
+            return
         await self.keeper.wait_until(lambda view: view.epoch is not None and view.epoch.record.epoch >= epoch + 2)
         self._say(f"epoch {epoch + 1} committed {time.monotonic() - began:.2f} s after the fault")
 

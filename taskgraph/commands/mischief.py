@@ -40,19 +40,19 @@ def pause_s(rng: random.Random, mtbf_s: float) -> float:
 
 
 def survivable(view: JobView, node: str, unwell: Collection[str]) -> bool:
-    """Returns True if every task has a replica in sync on another healthy node.
+    """Returns True if every task has a replica in sync on another healthy node, or another worker is healthy.
 
     Evicted members do not count, although they have the committed boundary for a moment longer.
     """
+
+    def is_healthy(other: str) -> bool:
+        there = other != node and other not in unwell and other in view.nodes
+        return there and not view.nodes[other].record.draining
+
+    if view.workers is not None:
+        return any(is_healthy(worker) for worker, _ in view.workers.record.workers)
     return all(
-        any(
-            member.record.until is None
-            and holder != node
-            and holder not in unwell
-            and holder in view.nodes
-            and not view.nodes[holder].record.draining
-            for holder, member in view.members_of(task).items()
-        )
+        any(member.record.until is None and is_healthy(holder) for holder, member in view.members_of(task).items())
         for task in view.primaries
     )
 
@@ -82,7 +82,7 @@ def draw(
         and not view.nodes[node].record.draining
         and (lossy or survivable(view, node, unwell))
     )
-    if not targets or not view.primaries:
+    if not targets or not (view.primaries or view.workers):
         return None
     kind, node = rng.choice(tuple(kinds)), rng.choice(targets)
     return Fault(kind, node, ttl_s * rng.uniform(*_STOPS) if kind == "stop" else 0.0)

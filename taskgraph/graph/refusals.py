@@ -136,7 +136,7 @@ def _numpy_advice(value: Any) -> str | None:
         state = "x.bit_generator.state" if isinstance(value, np.random.Generator) else "x.state"
         if isinstance(value, np.random.RandomState):
             state = "x.get_state()"
-        return f"draw from epoch.rng instead, which is the same on replay; or send {state}"
+        return f"draw from epoch.rng, or one with the seed part.seed; or send {state}"
     return None
 
 
@@ -170,7 +170,7 @@ def _builtin_advice(value: Any) -> str | None:
     if isinstance(value, BaseException):
         return "send str(x)"
     if isinstance(value, random.Random):
-        return "draw from epoch.rng instead, which is the same on replay; or send x.getstate()"
+        return "draw from epoch.rng, or one with the seed part.seed; or send x.getstate()"
     if inspect.isroutine(value) or isinstance(value, functools.partial | np.ufunc):
         return "code does not travel: send its arguments, and call it where they arrive"
     return None
@@ -209,7 +209,7 @@ def _torch_advice(name: str, names: Set[str]) -> str | None:
     if names & {"Module", "Optimizer", "LRScheduler"}:
         text = "send dict(x.state_dict()), as snapshot() can, and x.load_state_dict() takes it back"
     elif "Generator" in names:
-        text = "draw from epoch.rng instead, which is the same on replay; or send x.get_state()"
+        text = "draw from epoch.rng, or one with the seed part.seed; or send x.get_state()"
     elif "Parameter" in names:
         text = "send p.detach() of a parameter"
     elif "NestedTensor" in names:

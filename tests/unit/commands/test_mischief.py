@@ -9,8 +9,8 @@ import pytest
 from taskgraph.commands.mischief import KINDS, draw, kinds_of, pause_s, survivable
 from taskgraph.errors import JobError
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import KeyValue
-from taskgraph.protocol.records import EpochRecord, MemberRecord, NodeRecord, PrimaryRecord, Record
+from taskgraph.protocol.kv import KeyEvent, KeyValue
+from taskgraph.protocol.records import EpochRecord, MemberRecord, NodeRecord, PrimaryRecord, Record, WorkersRecord
 from taskgraph.protocol.view import JobView
 
 KEYS = Keys("job")
@@ -61,6 +61,19 @@ def test_unreliable_nodes_do_not_count() -> None:
     assert not survivable(job(*pair, evicted="b"), "a", "")
     assert not survivable(job(*pair, nodes="ac"), "a", "")
     assert targets(job(*pair), unwell="b") == {"c"}, "c holds nothing: it can always be spared"
+
+
+def test_last_healthy_worker_is_spared() -> None:
+    def elastic(workers: str, **more: str) -> JobView:
+        view = job(**more)
+        record = WorkersRecord(number=0, lineage=0, workers=tuple((worker, 0) for worker in workers))
+        view.apply(9, [KeyEvent("put", KeyValue(KEYS.workers, record.to_bytes(), 9, 9))])
+        return view
+
+    assert targets(elastic("abc")) == {"a", "b", "c"}
+    assert targets(elastic("ab"), unwell="b") == {"c"}, "c is not in the view yet"
+    assert targets(elastic("ab", draining="b")) == {"c"}
+    assert targets(elastic("a"), lossy=True) == {"a", "b", "c"}
 
 
 def test_only_healthy_local_nodes_are_hit() -> None:
