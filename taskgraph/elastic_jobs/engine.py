@@ -323,6 +323,7 @@ class Engine:
             if view < number and position == at
         }
         self._own = {span: self._own.get(span) or before[span] for span in report.held}
+        self._summed = None
         self._encoded.clear()
         self._received = {key: sums for key, sums in self._received.items() if key[0] >= number}
 

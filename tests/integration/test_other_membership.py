@@ -26,7 +26,6 @@ async def test_every_command(cli: Cli, where: tuple[str, str]) -> None:
     await everything(cli, "file", *where)
 
 
-@pytest.mark.smoke
 async def test_node_of_a_task_graph_dies(cli: Cli, where: tuple[str, str]) -> None:
     run = await cli.paused("--nodes", "3", *where)
     assert (await cli("kill", "sums", "--node", "n2")).code == 0
