@@ -25,7 +25,7 @@ from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker
-from taskgraph.protocol.messages import Call, Encoded, GroupKey, HoldsTotals, PartSums, Totals, WorkerReport
+from taskgraph.protocol.messages import Call, Encoded, FirstPart, GroupKey, HoldsTotals, PartSums, Totals, WorkerReport
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.together import Together
@@ -62,6 +62,7 @@ class Engine:
         core: the decisions.
         user_position: the number of totals that user code has got.
         none_whole_in: the number of the last view of which no worker is whole; -1: none.
+        first_part_due: this worker has entered, and its first part is to be checked.
         behind: workers of the view that lack totals which this worker, their donor, does not keep any longer.
     """
 
@@ -95,6 +96,8 @@ class Engine:
         self._keep_from: dict[str, tuple[int, int]] = {}  # newcomer -> the first total that it lacks, the view then
         self.user_position = 0
         self._begun = -1  # the last position that user code has begun
+        self.first_part_due = False
+        self._first_parts: dict[int, tuple[str, FirstPart]] = {}  # position -> a newcomer, and its first part
         self._asked: tuple[int, Any] | None = None  # position and answer of user code that waits
 
     # -- events -----------------------------------------------------------------------------------
@@ -135,6 +138,10 @@ class Engine:
                         self._hold_total(position, Total.of(total))
             case HoldsTotals():
                 return core.holds(worker, message.view, message.position)
+            case FirstPart():
+                if message.view > self._view:
+                    return False
+                self._first_parts[message.position] = worker, message
             case GroupKey():
                 if message.view > self._view:
                     return False
@@ -166,6 +173,14 @@ class Engine:
                 self._encoded[tuple(finished.sums)] = finished.value
         self.core.computed(position, finished.sums)
         self._go()
+
+    def send_first_part(self, position: int, part: int, digest: bytes) -> None:
+        """Sends the digest of this newcomer's first part to the most senior worker."""
+        core = self.core
+        self.first_part_due = False
+        if core.view is not None and core.phase == Phase.WORKING and position == core.position:
+            message = FirstPart(core.view.number, position, part, digest)
+            self._outbox(core.view.workers[0]).put(core.view.number, message)
 
     def ended(self, positions: int) -> None:
         """User code has returned after so many totals."""
@@ -217,10 +232,12 @@ class Engine:
         if self._asked is None:
             return False
         position, answer = self._asked
-        if position < self.core.position:
-            answer.set_result(self._totals[position])
-        elif dealt := self.core.take_parts():
+        if position == self.core.position and (dealt := self.core.take_parts()):
             answer.set_result(dealt)
+        elif position in self._first_parts:
+            answer.set_result(self._first_parts.pop(position))
+        elif position < self.core.position:
+            answer.set_result(self._totals[position])
         else:
             return False
         self._asked = None
@@ -360,7 +377,7 @@ class Engine:
     def _first_over_limit(self, kept: int, needed: int) -> int | None:
         """Returns the last total that newcomers may not have any more: later ones take all memory that they may."""
         room = self._node.settings.max_totals_bytes
-        for position in range(needed - 1, kept - 1, -1):
+        for position in sorted((at for at in self._totals if kept <= at < needed), reverse=True):
             room -= self._totals[position].nbytes
             if room < 0:
                 return position

@@ -84,14 +84,14 @@ class Progress:
             self.copied_members = tuple(content["members"])
             self._copied = copied.step, copied.position, copied.tag, content["state"]
 
-    def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None) -> int | Sums:
+    def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None, *, repeatable: bool) -> int | Sums:
         """Asks for a part of the position at work, or for its total, as `UserCall.ask` does.
 
         Args:
             what: tells this position from others: all workers ask for the same.
         """
         with self.turn.passed():
-            answer = self.node.ask(self.position, parts, self.tag + what, done)
+            answer = self.node.ask(self.position, parts, self.tag + what, done, repeatable=repeatable)
         if isinstance(answer, Sums):
             self.position, self.tag = self.position + 1, chained(self.tag, answer)
         return answer
@@ -109,7 +109,7 @@ class Progress:
                 "arguments and run.once alone"
             )
         done: tuple[int, Sums] | None = None
-        while isinstance(answer := self.ask(1, b"return", done), int):
+        while isinstance(answer := self.ask(1, b"return", done, repeatable=False), int):
             done = answer, Sums.of({})
 
     def boundary(self, number: int, state: Any, members: Sequence[str] = ()) -> None:
@@ -153,8 +153,9 @@ class Progress:
                 )
             self.early.append(self._known.pop(0))
             return list(writable(self.early[-1]))
+        what = f"{call} {len(pieces)}".encode()
         done: tuple[int, Sums] | None = None
-        while isinstance(answer := self.ask(len(pieces), f"{call} {len(pieces)}".encode(), done), int):
+        while isinstance(answer := self.ask(len(pieces), what, done, repeatable=False), int):
             seed_generators(derived_seed(self.node.spec.seed, self.position, PIECE, answer))
             value = encode([function(pieces[answer])], what=f"the result of {call}")
             if self.watch is not None:

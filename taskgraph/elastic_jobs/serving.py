@@ -14,6 +14,7 @@ from taskgraph.protocol.messages import (
     CopyState,
     DescribeState,
     DescribeValue,
+    FirstPart,
     FollowTotals,
     GroupKey,
     HoldsTotals,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Serving"]
 
 _IN_STEPS: Final = (PartSums, HoldsTotals, GroupKey)
-_TO_ENGINE: Final = (*_IN_STEPS, WorkerReport, Totals)
+_TO_ENGINE: Final = (*_IN_STEPS, FirstPart, WorkerReport, Totals)
 
 
 class Serving:

@@ -178,7 +178,7 @@ class Step:
         current = Round(place, steps.run.named, steps.options.zeros, progress.node.allocate)
         self._gradients = current.gradients
         done: tuple[int, Sums] | None = None
-        while isinstance(answer := progress.ask(len(rows), what, done), int):
+        while isinstance(answer := progress.ask(len(rows), what, done, repeatable=True), int):
             part = Part(current, answer, rows[answer], steps.options.data)
             if watch is not None:
                 for trial in watch.trials(place, part, steps.rows):

@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from taskgraph.elastic_jobs.adding import Finished, Merging, Total
+from taskgraph.elastic_jobs.engine import chained
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.graph.blocks import Allocate
-from taskgraph.protocol.messages import Encoded, StateCopy, StateDigests
+from taskgraph.protocol.messages import Encoded, FirstPart, StateCopy, StateDigests
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ __all__ = ["Stopped", "UserCall"]
 
 _HAND_OVER_S: Final = 0.02
 """Finished spans are sent after so long, though the worker has more parts to compute: its death would cost them."""
+
+
+_Checked = tuple[str, FirstPart]
+"""A newcomer, and its first part."""
 
 
 class Stopped(BaseException):
@@ -54,6 +59,7 @@ class UserCall:
         self._start: concurrent.futures.Future[StateCopy | None] = concurrent.futures.Future()
         self._copies: list[tuple[str, asyncio.Future[StateCopy | None]]] = []  # who waits for the state
         self._dealt: list[int] = []  # parts that user code has got and not begun; used in its thread
+        self._checking: _Checked | None = None  # the part at work is that of a newcomer
         self._merging: Merging | None = None  # of the parts that it has got last
         self._handed_at = 0.0
         self._stopped = False
@@ -92,7 +98,9 @@ class UserCall:
         """Calls the function."""
         self.value, self.positions = self._function(self)
 
-    def ask(self, position: int, parts: int, tag: bytes, done: tuple[int, Sums] | None) -> int | Sums:
+    def ask(
+        self, position: int, parts: int, tag: bytes, done: tuple[int, Sums] | None, *, repeatable: bool
+    ) -> int | Sums:
         """Asks for the next part, or the total of the position.
 
         Args:
@@ -100,10 +108,15 @@ class UserCall:
             parts: the number of parts of this position.
             tag: a digest of all totals so far and of what user code asks for; equal on all workers.
             done: the part that user code has finished, if any, and what it contributes.
+            repeatable: a part contributes the same if it is computed again.
         """
         threads, finished = self._node.threads, None
-        if done is not None:
+        if done is not None and self._checking is not None:
+            self._check(*self._checking, done[1])
+        elif done is not None:
             assert self._merging is not None
+            if self._engine.first_part_due and repeatable:
+                threads.post(self._engine.send_first_part, position, done[0], chained(b"", done[1]))
             self._merging.add(*done)
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
                 finished = self._merging.take(to_send=self._engine.sends_sums)
@@ -111,11 +124,14 @@ class UserCall:
         if self._dealt and finished is not None:
             threads.post(self._engine.computed, position, finished)
         if not self._dealt:
-            answer: concurrent.futures.Future[list[int] | Total] = concurrent.futures.Future()
+            answer: concurrent.futures.Future[list[int] | Total | _Checked] = concurrent.futures.Future()
             threads.post(self._asked, position, parts, tag, answer, finished)
             found = threads.block(answer, None)
             if isinstance(found, Total):
                 return found.sums()
+            if isinstance(found, tuple):
+                self._checking = found
+                return found[1].part
             self._dealt = found
             self._merging = Merging(found, parts, self.allocate)
             self._handed_at = threads.clock()
@@ -124,6 +140,14 @@ class UserCall:
     def is_behind(self, position: int) -> bool:
         """True if this worker holds the total of a position that user code has not reached: it asks nobody for it."""
         return position < self._engine.core.position
+
+    def _check(self, newcomer: str, first: FirstPart, sums: Sums) -> None:
+        """Compares the first part of a newcomer with what this worker computes of it."""
+        self._checking = None
+        if chained(b"", sums) != first.digest:
+            name = name_of(newcomer)
+            text = f"the first part of {name} differs from what {self.name} computes of it: something that parts read"
+            self.emit("differs", f"{text} is not named in run.state, or they are not deterministic")
 
     def first_state(self) -> StateCopy | None:
         """Waits until user code may begin. Returns the state to begin with; None: its own."""

@@ -474,6 +474,15 @@ class PartSums(_Message, frozen=True, tag=True):
     value: Encoded
 
 
+class FirstPart(_Message, frozen=True, tag=True):
+    """Newcomer to the most senior worker, before its first sums: the digest of what its first part contributes."""
+
+    view: int
+    position: int
+    part: int
+    digest: bytes
+
+
 class Totals(_Message, frozen=True, tag=True):
     """Donor to a worker that lacks totals: those from `position` on."""
 
@@ -585,6 +594,7 @@ Call = (
     | PartSums
     | Totals
     | HoldsTotals
+    | FirstPart
     | GroupKey
     | CopyState
     | FollowTotals

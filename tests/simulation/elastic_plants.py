@@ -15,12 +15,9 @@ import pytest
 from msgspec import structs
 
 from taskgraph.elastic_jobs import adding as adding_module
-from taskgraph.elastic_jobs import engine as engine_module
-from taskgraph.elastic_jobs import joining as joining_module
 from taskgraph.elastic_jobs import node as node_module
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.engine import Engine
-from taskgraph.elastic_jobs.joining import Joining
 from taskgraph.elastic_jobs.node import ElasticNode
 from taskgraph.elastic_jobs.outbox import Outbox
 from taskgraph.elastic_jobs.reports import StableReports
@@ -193,11 +190,6 @@ def a_total_is_dropped_when_it_is_complete(patch: pytest.MonkeyPatch) -> None:
 
 
 @plant
-def totals_are_not_kept_for_newcomers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "keep_totals_for", lambda self, newcomer, position: None)
-
-
-@plant
 def early_messages_are_lost(patch: pytest.MonkeyPatch) -> None:
     def receive(received: Callable[..., None], self: Engine, worker: str, message: Call) -> None:
         self._take(worker, message)
@@ -279,18 +271,6 @@ def a_newcomer_returns_while_workers_live(patch: pytest.MonkeyPatch) -> None:
 @plant
 def a_worker_is_waited_for_although_nobody_has_its_totals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "behind", property(lambda self: frozenset(), lambda self, workers: None), raising=False)
-
-
-@plant
-def a_newcomer_asks_one_worker_alone_to_keep_totals(patch: pytest.MonkeyPatch) -> None:
-    async def call(self: Joining, worker: str, message: Any) -> Any:
-        if isinstance(message, joining_module.FollowTotals) and not message.send:
-            return joining_module.TotalsPage(message.position, 0, message.position, joining_module.encode_sums([]))
-        return await _call(self, worker, message)
-
-    _call = Joining._call
-    patch.setattr(Joining, "_call", call)
-    patch.setattr(joining_module, "encode_sums", engine_module.encode_sums, raising=False)
 
 
 @plant

@@ -50,6 +50,7 @@ FOUND = {
     822: "a node that dies before it registers, and that nobody reports",
     962: "a newcomer whose entry is answered late",
     2740: "totals that are too large to be kept for a newcomer, which enters at that moment",
+    5247: "a worker that was asked to keep totals, and begins later than these",
     8342: "a draining newcomer that is left alone",
 }
 """Seeds that found a mistake, and which one."""

@@ -99,3 +99,31 @@ def test_worker_whose_calls_differ_enters_anew(how: str) -> None:
     (text,) = [event.text for event in events if event.kind == "differs"]
     what = "a further round, run.once, run.map, break or return"
     assert text == f"n2 differs in its totals, its state or its calls ({what}): it enters anew, with a copied state"
+
+
+def counting(run: Any, named: bool) -> Any:
+    """A loop whose parts read a counter, which is in the state or not."""
+    counter = {"steps": 0}
+    s = run.state(w=np.zeros(2), counter=counter) if named else run.state(w=np.zeros(2))
+    for step in run.steps(rows=12, batch=12, parts=6, passes=30, shuffle=False):
+        for part in step:
+            part.add(g=np.full(2, part.number + counter["steps"]))
+            pause()
+        s.w = s.w + step["g"]
+        counter["steps"] += 1
+    return s.w
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_first_part_of_a_newcomer_is_computed_by_an_old_worker_too(named: bool) -> None:
+    events: list[Event] = []
+    await run_body(lambda run: counting(run, named), (1, "+"), events.append)
+    told = [event.text for event in events if event.kind == "differs" and "first part" in event.text]
+    assert any(event.kind == "joined" for event in events)
+    if named:
+        assert not told
+    else:
+        assert told == [
+            "the first part of n2 differs from what n1 computes of it: something that parts read is not named in "
+            "run.state, or they are not deterministic"
+        ]

@@ -125,6 +125,7 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     (m.PartSums(4, 9, ((0, 4), (5, 6)), b"tag", encoded(b"sums", bytes(100_000))), m.Accepted(0)),
     (m.Totals(4, 8, encoded(b"totals", bytes(9))), m.Accepted(0)),
     (m.HoldsTotals(4, 9), m.Accepted(0)),
+    (m.FirstPart(4, 9, 2, b"digest"), m.Accepted(0)),
     (m.GroupKey(4, "rank_1", b"address"), m.Accepted(0)),
     (m.CopyState(), m.StateCopy(3, 9, b"tag", encoded(b"state", bytes(100_000)), (b"reports",))),
     (m.DescribeState(), m.StateDigests(3, (("w", b"d" * 16), ("opt.0.lr", b"e" * 16)))),
