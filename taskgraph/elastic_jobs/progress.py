@@ -84,11 +84,12 @@ class Progress:
             self.copied_members = tuple(content["members"])
             self._copied = copied.step, copied.position, copied.tag, content["state"]
 
-    def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None, *, repeatable: bool) -> int | Sums:
+    def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None, *, repeatable: bool = False) -> int | Sums:
         """Asks for a part of the position at work, or for its total, as `UserCall.ask` does.
 
         Args:
             what: tells this position from others: all workers ask for the same.
+            repeatable: a part contributes the same if it is computed again.
         """
         with self.turn.passed():
             answer = self.node.ask(self.position, parts, self.tag + what, done, repeatable=repeatable)
