@@ -83,6 +83,8 @@ async def _status(options: argparse.Namespace) -> int:
                 continue
             away = False
             etcd_s, spec, view = time.monotonic() - began, reached.spec, keeper.view
+            if shown and view.workers is not None:
+                raise JobError("--tasks, --task: the workers of an elastic job have no tasks; leave the option out")
             statuses = await _statuses_of(reached, view)
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, view, statuses))

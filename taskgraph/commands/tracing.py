@@ -50,6 +50,11 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
         reached.spec.check_protocol()
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
         await keeper.load()
+        if keeper.view.workers is not None:
+            raise JobError(
+                f"{reached.name} is an elastic job, which has no epochs to trace: `taskgraph status {reached.name}` "
+                f"says what its workers wait for, and `taskgraph events {reached.name}` what happened"
+            )
         began_ns = clock()
         tracer = Tracer(
             keeper,

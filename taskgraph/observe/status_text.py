@@ -95,7 +95,7 @@ def status_text(picture: StatusData, shown: Sequence[int] = ()) -> str:
         lines += [*_safety(picture), *_node_table(picture, None if shown else _NODES), *_waiting(picture)]
     if shown:
         lines += ["", *_task_table(picture, shown)]
-    more = "" if shown else "more: --tasks, --task 3-7, --json"
+    more = "" if shown else "more: --tasks, --task 3-7, --json" if view.workers is None else "more: --json"
     logs = f"logs: {picture.logs}" if picture.logs else ""
     if more or logs:
         one = "; ".join(filter(None, (more, logs)))

@@ -98,3 +98,20 @@ async def test_frozen_worker_enters_again(cli: Cli, calm: Any) -> None:
     await run.until("n2 joined after")
     assert await value_of(run) == calm
     await cli.nothing_left()
+
+
+async def test_commands_that_look(cli: Cli) -> None:
+    run = await at_gate(cli, 2)
+    status = await cli("status", "fit")
+    assert status.out.splitlines()[-1].startswith("more: --json; logs:"), status.out
+    refused = await cli("status", "fit", "--tasks")
+    assert refused.code == 2 and "the workers of an elastic job have no tasks" in refused.err
+    refused = await cli("trace", "fit", "--output", str(cli.root / "trace.json"))
+    assert refused.code == 2 and "fit is an elastic job, which has no epochs to trace" in refused.err
+    refused = await cli("kill", "fit", "--task", "0")
+    assert refused.code == 2 and "give --node NAME" in refused.err
+    cli.open()
+    assert (await run.done(60.0)).code == 0
+    printed = await cli("result", "fit", "--json")
+    assert json.loads(printed.out)["values"].keys() == {"0"}
+    await cli.nothing_left()
