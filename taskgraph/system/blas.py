@@ -13,8 +13,9 @@ from pathlib import Path
 
 __all__ = ["OpenBlas", "openblas_here"]
 
-_PREFIXES, _SUFFIXES = ("scipy_openblas", "openblas"), ("64_", "_", "")
-"""Of its functions: numpy's wheels rename them, with and without ints of 64 bits."""
+_PREFIXES, _SUFFIXES = ("scipy_openblas", "openblas"), ("64_", "_64", "")
+"""Of its functions: the wheels of numpy and scipy rename them, with and without ints of 64 bits. Those with the suffix
+`_` alone are Fortran's, which take a pointer."""
 
 
 @dataclass(frozen=True)

@@ -61,3 +61,15 @@ def test_pytorch_too() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_scipys_library_too(openblas: OpenBlas) -> None:
+    """Its wheel names the functions in another way than numpy's."""
+    pytest.importorskip("scipy.linalg")
+    both = openblas_here()
+    if len(both) < 2:
+        pytest.skip("scipy has another BLAS here")
+    before = [each.threads() for each in both]
+    with library_threads(1):
+        assert [each.threads() for each in both] == [1, 1]
+    assert [each.threads() for each in both] == before
