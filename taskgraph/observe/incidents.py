@@ -187,7 +187,8 @@ class Incidents:
         if commit is not None:
             fields["next_commit_ms"] = _ms(commit - began)
             again = f", {counted(redone, 'epoch')} redone" if redone else ""
-            parts.append(f"next commit after {commit - began:.2f} s{again}")
+            next_one = "commit" if view.workers is None else "step"
+            parts.append(f"next {next_one} after {commit - began:.2f} s{again}")
         elif view.running and not over and view.workers is None:
             parts.append("no commit yet")
         lacking = self._count_unbacked(view)

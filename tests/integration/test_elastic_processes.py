@@ -52,7 +52,7 @@ async def test_workers_die_and_join(cli: Cli, calm: Any) -> None:
     assert "give --node NAME" in (await cli("kill", "fit", "--task", "0")).err
     killed = await cli("kill", "fit", "--node", "n2")
     assert killed.out.startswith("sent SIGKILL to n2 ") and killed.out.endswith(", one of 3 workers\n")
-    await run.until("n2 died (SIGKILL): n1 n3 go on")
+    await run.until("n2 died (SIGKILL): n1 n3 go on; next step after")
     launch = await cli.start("launch", "fit", "--nodes", "1")
     await becomes(lambda: len([c for c in cli.processes().values() if "begin.py" in c]) >= 3)
     cli.open()
