@@ -21,14 +21,11 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> MemoryCoordinator:
     found.version = "3.6.0"  # type: ignore[attr-defined]
 
     @contextlib.asynccontextmanager
-    async def connected() -> AsyncIterator[MemoryCoordinator]:
+    async def opened(*access: object) -> AsyncIterator[MemoryCoordinator]:
         yield found
 
-    async def connect(*access: object) -> contextlib.AbstractAsyncContextManager[MemoryCoordinator]:
-        return connected()
-
     for module in (acting, common):
-        monkeypatch.setattr(module, "connect", connect)
+        monkeypatch.setattr(module, "opened", opened)
     return found
 
 

@@ -264,7 +264,7 @@ class Connected:
         pass
 
 
-@pytest.mark.parametrize("meets", ["connect", "plan", "begin"])
+@pytest.mark.parametrize("meets", ["opened", "plan", "begin"])
 @pytest.mark.parametrize(
     "error",
     [AccessRefused("may not"), JobRunning("it runs"), DecodeError("what?"), Unavailable("away"), KeyboardInterrupt()],
@@ -272,7 +272,7 @@ class Connected:
 def test_failed_submit_leaves_no_token(
     monkeypatch: pytest.MonkeyPatch, apart: Path, meets: str, error: BaseException
 ) -> None:
-    async def connect(*_: Any) -> Connected:
+    def opened(*_: Any) -> Connected:
         return Connected()
 
     async def plan(*_: Any, **__: Any) -> tuple[None, None]:
@@ -281,7 +281,11 @@ def test_failed_submit_leaves_no_token(
     async def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    for name, does in {"connect": connect, "plan": plan, "begin": plan, meets: fail}.items():
+    def fail_at_once(*_: Any) -> None:
+        raise error
+
+    fails = fail_at_once if meets == "opened" else fail
+    for name, does in {"opened": opened, "plan": plan, "begin": plan, meets: fails}.items():
         monkeypatch.setattr(running, name, does)
     given = cli.parser(driver=fit).parse_args(["submit", "--etcd", "127.0.0.1:1"])
     with pytest.raises(type(error)):
@@ -365,7 +369,7 @@ def test_job_ends_while_command_connects(
     runtime = Runtime()
     runtime.put(found := entry("fit"))
 
-    async def connect(*access: object) -> None:
+    def connect(*access: object) -> None:
         if then != "runs":
             runtime.remove("fit")
         if then == "finished":
@@ -376,7 +380,7 @@ def test_job_ends_while_command_connects(
             runtime.put(gone("fit", embedded=True))
         raise Unavailable("No etcd answers at 127.0.0.1:7")
 
-    monkeypatch.setattr(common, "connect", connect)
+    monkeypatch.setattr(common, "opened", connect)
     assert cli.main([*command]) == cli.UNREACHABLE
     said = capsys.readouterr().err
     says = {

@@ -110,10 +110,7 @@ def test_submit_marks_token(old: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "fit.py").write_text(DRIVER)
     etcd = Connected(MemoryStore())
 
-    async def connect(*access: object) -> Connected:
-        return etcd
-
-    monkeypatch.setattr(running, "connect", connect)
+    monkeypatch.setattr(running, "opened", lambda *access: etcd)
     words = ["submit", str(tmp_path / "fit.py"), "--etcd", ETCD, "--token-file", str(old)]
     assert running.submit_command(parser().parse_args(words)) == 0
     spec = asyncio.run(etcd.get(KEYS.spec))
