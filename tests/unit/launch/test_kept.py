@@ -272,10 +272,7 @@ async def test_collected_result_is_kept_on_this_host(
         assert json.loads(capsys.readouterr().out)["values"] == {"0": LARGE.value}
     assert "1.0 MiB; `taskgraph result fit` has them on host" in (await in_etcd(etcd)).not_kept
 
-    async def connect(*_: object) -> contextlib.nullcontext[MemoryCoordinator]:
-        return contextlib.nullcontext(etcd)
-
-    monkeypatch.setattr(launch_run, "connect", connect)
+    monkeypatch.setattr(launch_run, "opened", lambda *_: contextlib.nullcontext(etcd))
     assert (await asyncio.to_thread(tg.result, NAME, "a:1")).value == LARGE.value
 
 
