@@ -297,7 +297,8 @@ class ElasticNode(WorkerNode):
             "no worker is left that holds the state, and there is no checkpoint: start more workers, so that one "
             "of them lives, or give the job a checkpoint (@tg.elastic(checkpoint='file:///...'))"
         )
-        fences = (Compare(job.keys.workers, job.workers.mod_revision), self._own_key())
+        no_checkpoint = Compare(job.keys.checkpoint, 0)  # the last worker may have written one just before its end
+        fences = (Compare(job.keys.workers, job.workers.mod_revision), no_checkpoint, self._own_key())
         await self.fail_with(error, None, None, fences, "")
 
     # -- user code --------------------------------------------------------------------------------
@@ -357,15 +358,14 @@ class ElasticNode(WorkerNode):
 
     async def _finish(self, positions: int) -> None:
         """Puts the value: ends the job once all workers hold the last total."""
+        sums = positions - 1  # the last one is the end of the function on all workers
         while self.keeper.view.running:
             job = self.keeper.view
             if self.engine.core.stable >= positions and not self.paused and job.workers is not None:
                 writer = self.writer()
-                txn = transactions.finish(
-                    job, positions=positions, node=self.id, node_revision=self.node_revision, writer=writer
-                )
+                txn = transactions.finish(job, sums=sums, node=self.id, node_revision=self.node_revision, writer=writer)
                 if await self.transact(txn, key=job.keys.status, writer=writer) is not None:
-                    self.events.emit("finished", f"job {self.spec.name!r} finished after {positions} sums")
+                    self.events.emit("finished", f"job {self.spec.name!r} finished after {sums} sums")
                     return
                 await self.keeper.refresh()
             await self.short_pause()

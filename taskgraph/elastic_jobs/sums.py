@@ -18,9 +18,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.device.lookup import device_of
 from taskgraph.errors import JobError, StepError
 from taskgraph.graph.arrays import INLINE_BYTES, empty
 from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.codecs import codec_named
+from taskgraph.graph.libraries import codec_of_library
+from taskgraph.graph.refusals import library_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
@@ -232,6 +236,15 @@ def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
         return "torch", tensor.cpu().contiguous().numpy()
     if isinstance(value, np.ndarray | np.generic):
         return "numpy", np.asarray(value)
+    library = "cupy"
+    if (codec := codec_of_library(value)) is not None:
+        library, value = codec.name, codec.encode(value)
+    if (device := device_of(value)) is not None:
+        value = device.to_host(value)
+    if isinstance(value, np.ndarray):
+        return library, value
+    if name := library_of(value):
+        raise JobError(f"{where or 'a value'} is an array of {name}: tg.arrays({name}) in the driver lets it be summed")
     raise JobError(
         f"{where or 'a value'} is a {type(value).__name__}: a sum is made of numbers, arrays, and dicts, lists and "
         f"tuples of them"
@@ -260,7 +273,16 @@ def _copied(allocate: Allocate | None, array: NDArray[Any], library: str) -> Any
     """Copies an array, to an array of its library."""
     copy = empty_array(array.size, array.dtype, allocate).reshape(array.shape)
     np.copyto(copy, array)
-    return copy if library == "numpy" else sys.modules["torch"].from_numpy(copy)
+    match library:
+        case "numpy":
+            return copy
+        case "torch":
+            return sys.modules["torch"].from_numpy(copy)
+        case "cupy":
+            return sys.modules["cupy"].asarray(copy)
+    codec = codec_named(library)
+    assert codec is not None  # user code has added such an array
+    return codec.decode(copy)
 
 
 def _made(

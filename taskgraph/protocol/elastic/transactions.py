@@ -46,18 +46,18 @@ def return_alone(job: JobView, view: View, gone: Iterable[str], *, node: str, no
     return replace(txn, compares=(*txn.compares, *absent, checkpoint))
 
 
-def finish(job: JobView, *, positions: int, node: str, node_revision: int, writer: str) -> Txn:
+def finish(job: JobView, *, sums: int, node: str, node_revision: int, writer: str) -> Txn:
     """Ends the job as finished, once the last total is stable in the view of `job`.
 
     Args:
-        positions: the number of totals; the job's epochs, for people.
+        sums: the number of totals; the job's epochs, for people.
 
     Raises:
         LookupError: the job does not run, or has no view.
     """
     if job.workers is None or job.status is None or job.epoch is None or not job.running:
         raise LookupError("the job does not run")
-    epoch = EpochRecord(epoch=positions, attempt=job.epoch.record.attempt, writer=writer)
+    epoch = EpochRecord(epoch=sums, attempt=job.epoch.record.attempt, writer=writer)
     return Txn(
         compares=(
             Compare(job.keys.workers, job.workers.mod_revision),

@@ -160,7 +160,9 @@ def _train(run: Any, workload: Workload, recorder: Recorder) -> Values:
     with (
         run.progress.turn.taken()
     ):  # of its own: user code draws from no generator of the process, so workers may interleave
-        return _steps(run, workload, recorder)
+        value = _steps(run, workload, recorder)
+        run.progress.end()
+        return value
 
 
 def _steps(run: Any, workload: Workload, recorder: Recorder) -> Values:
