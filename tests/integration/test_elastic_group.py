@@ -12,7 +12,6 @@ from processes_kit import becomes
 DRIVER = str(Path(__file__).parent / "drivers" / "elastic_group.py")
 
 
-@pytest.mark.smoke
 async def test_workers_die_in_an_operation_and_join(cli: Cli) -> None:
     end = cli.root / "end"
     options = ("-o", f"gate={cli.gate}", "-o", f"until={end}")

@@ -48,7 +48,7 @@ async def value_of(run: Command) -> Any:
 
 @pytest.mark.smoke
 async def test_workers_die_and_join(cli: Cli, calm: Any) -> None:
-    run = await at_gate(cli, 3, "-o", "pause_s=0.03")
+    run = await at_gate(cli, 3, "-o", "pause_s=0.015")
     assert "give --node NAME" in (await cli("kill", "fit", "--task", "0")).err
     killed = await cli("kill", "fit", "--node", "n2")
     assert killed.out.startswith("sent SIGKILL to n2 ") and killed.out.endswith(", one of 3 workers\n")

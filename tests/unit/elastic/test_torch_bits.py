@@ -251,7 +251,12 @@ def loader(run: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "program", [schedule, clipping, scaled, batchnorm, noise, gan, lbfgs, reinforce, loader], ids=lambda p: p.__name__
+    "program",
+    [
+        *(clipping, batchnorm, noise, gan, lbfgs),
+        *(pytest.param(program, marks=pytest.mark.slow) for program in (schedule, scaled, reinforce, loader)),
+    ],
+    ids=lambda p: p.__name__,
 )
 async def test_equal_bits(program: Any) -> None:
     found = []
