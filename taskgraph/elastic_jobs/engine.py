@@ -143,10 +143,8 @@ class Engine:
                     return False
                 self._first_parts[message.position] = worker, message
             case GroupKey():
-                if message.view > self._view:
-                    return False
-                if self._together is not None:
-                    self._together.put_key(message.view, message.key, message.content)
+                if self._together is not None and message.view >= self._view:
+                    return self._together.put_key(message.view, message.key, message.content)
             case _:
                 raise TypeError(f"no message of an elastic job: {message!r}")
         return True

@@ -211,10 +211,13 @@ class Together:
         addresses = (tcp_address(endpoint)[0] for endpoint in self._node.transport.endpoints)
         return next(filter(None, addresses), "127.0.0.1")
 
-    def put_key(self, view: int, key: str, value: bytes) -> None:
-        """Takes a key that another worker of the view set."""
-        if self._group is not None and self._group.number == view:
-            self._group.keys.put(key, value)
+    def put_key(self, view: int, key: str, value: bytes) -> bool:
+        """Takes a key that another worker of the view set. Returns False if this worker has no group of that view yet:
+        keep the key until then."""
+        if self._group is None or self._group.number != view:
+            return False
+        self._group.keys.put(key, value)
+        return True
 
     async def sum(self, view: int, zeros: _Arrays, held: Sequence[_Arrays]) -> _Arrays | None:
         """Returns the sums over all workers of a view (`process_groups.sum_over`); None: this view has no total."""

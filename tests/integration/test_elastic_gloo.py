@@ -52,7 +52,7 @@ async def value_of(run: Command, steps: int = STEPS) -> Any:
     return bits
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0])
 async def test_worker_dies_in_the_middle_of_a_sum(cli: Cli, seed: int) -> None:
     run = await start(cli, 4)
     await has_reached(cli, 10)
@@ -70,27 +70,27 @@ async def test_worker_dies_in_the_middle_of_a_sum(cli: Cli, seed: int) -> None:
 
 
 async def test_frozen_worker_is_left_behind(cli: Cli) -> None:
-    run = await start(cli, 3, "-o", "steps=60")
-    await has_reached(cli, 10)
+    run = await start(cli, 3, "-o", "steps=200")
+    await has_reached(cli, 5)
     pid = pid_of(cli, "n2")
     stop(pid)
     try:
         await run.until("n2 does not answer")
-        await has_reached(cli, 59)
+        await has_reached(cli, 199)
     finally:
         with contextlib.suppress(ProcessLookupError):  # the launcher kills it when the job has ended
             os.kill(pid, signal.SIGCONT)
-    await value_of(run, 60)
+    await value_of(run, 200)
     steps = steps_of(cli, "n1")
     assert max(after - before for (_, before), (_, after) in itertools.pairwise(steps)) < GLOO_S / 2
 
 
 async def test_worker_joins(cli: Cli) -> None:
-    run = await start(cli, 2, "-o", "steps=200", "-o", "pause_s=0.02")
+    run = await start(cli, 2, "-o", "steps=150", "-o", "pause_s=0.01")
     await has_reached(cli, 5)
     launch = await cli.start("launch", "fit", "--nodes", "1")
     await launch.until("n3 joined after")
-    await value_of(run, 200)
+    await value_of(run, 150)
 
 
 async def test_bits_are_equal_for_a_fixed_number_of_workers(cli: Cli) -> None:

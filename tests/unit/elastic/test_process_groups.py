@@ -6,14 +6,17 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
-from taskgraph.elastic_jobs.together import GroupClosed, _Group
+from taskgraph.elastic_jobs.together import GroupClosed, Together, _Group
 from taskgraph.errors import JobError
+from taskgraph.protocol.elastic.views import Entry, View
 
 DTYPES = ("f4", "f8", "c8", "c16", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 
@@ -86,3 +89,18 @@ def test_group_that_is_never_complete_is_closed() -> None:
     group.close()
     with pytest.raises(GroupClosed):
         result.result(0)
+
+
+async def test_key_that_comes_before_the_group_is_kept() -> None:
+    """The most senior worker may tell its address before this one enters the view that it has read."""
+
+    async def fail(error: JobError) -> None:
+        raise error
+
+    node: Any = SimpleNamespace(id="n1", transport=SimpleNamespace(endpoints=()))
+    together = Together(node, "gloo", fail=fail, send=lambda *_: None, changed=lambda: None)
+    assert not together.put_key(0, "0", b"address")
+    together.follow(View(0, 0, (Entry("n1", 0), Entry("n2", 0))))
+    assert together.put_key(0, "0", b"address")
+    together.close()
+    assert not together.put_key(0, "0", b"address")
