@@ -229,16 +229,6 @@ def a_view_does_not_compare_the_one_before(patch: pytest.MonkeyPatch) -> None:
 
 
 @plant
-def the_job_ends_before_the_last_total_is_stable(patch: pytest.MonkeyPatch) -> None:
-    async def finish(self: ElasticNode, positions: int) -> None:
-        self.engine.core.stable = positions
-        await _finish(self, positions)
-
-    _finish = ElasticNode._finish
-    patch.setattr(ElasticNode, "_finish", finish)
-
-
-@plant
 def a_newcomer_enters_before_its_state(patch: pytest.MonkeyPatch) -> None:
     def begin_with(begun: Callable[..., None], self: UserCall, copy: StateCopy) -> None:
         self._engine.catch_up(copy.position, [])

@@ -237,7 +237,7 @@ def test_examples_keep_all_state_in_snapshots(example: str) -> None:
     [
         ("elastic_readme", {"passes": 2}, None),
         ("elastic_numpy", {"points": 4000, "steps": 12}, "steps"),
-        ("elastic_torch", {"passes": 1}, "best accuracy"),
+        pytest.param("elastic_torch", {"passes": 1}, "best accuracy", marks=pytest.mark.slow),
     ],
 )
 def test_elastic_examples_have_the_same_bits_with_kills(
