@@ -306,11 +306,10 @@ class ElasticNode(WorkerNode):
     async def _work(self) -> None:
         """Runs user code, once for each time that this worker enters, and ends the job with its value."""
         await self.keeper.wait_until(lambda v: v.workers is not None)
-        while True:
+        while self.keeper.view.running:
             call = self.call
             try:
                 await self.threads.run(call)
-                break
             except Stopped:
                 if call is self.call:
                     return  # the node leaves
@@ -320,8 +319,9 @@ class ElasticNode(WorkerNode):
                 if call is self.call:
                     await self._fail(error)
                     return
-        self.engine.ended(call.positions)
-        await self._finish(call.positions)
+            else:
+                if await self._finish(call):
+                    return
 
     def _call_function(self, call: UserCall) -> tuple[Encoded, int]:
         elastic = self.job.elastic
@@ -356,19 +356,23 @@ class ElasticNode(WorkerNode):
     def _own_key(self) -> Compare:
         return Compare(self.keeper.view.keys.node(self.id), self.node_revision)
 
-    async def _finish(self, positions: int) -> None:
-        """Puts the value: ends the job once all workers hold the last total."""
+    async def _finish(self, call: UserCall) -> bool:
+        """Ends the job once all workers hold the last total. Returns False if this worker begins anew meanwhile."""
+        positions = call.positions
         sums = positions - 1  # the last one is the end of the function on all workers
-        while self.keeper.view.running:
+        if call is self.call:
+            self.engine.ended(positions)
+        while self.keeper.view.running and call is self.call:
             job = self.keeper.view
             if self.engine.core.stable >= positions and not self.paused and job.workers is not None:
                 writer = self.writer()
                 txn = transactions.finish(job, sums=sums, node=self.id, node_revision=self.node_revision, writer=writer)
                 if await self.transact(txn, key=job.keys.status, writer=writer) is not None:
                     self.events.emit("finished", f"job {self.spec.name!r} finished after {sums} sums")
-                    return
+                    return True
                 await self.keeper.refresh()
             await self.short_pause()
+        return call is self.call
 
     # -- what comes out ---------------------------------------------------------------------------
 

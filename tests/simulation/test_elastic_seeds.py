@@ -51,6 +51,7 @@ FOUND = {
     962: "a newcomer whose entry is answered late",
     2740: "totals that are too large to be kept for a newcomer, which enters at that moment",
     5247: "a worker that was asked to keep totals, and begins later than these",
+    22488: "a newcomer whose user code has returned, and must begin anew since others returned",
     11936: "a first checkpoint that is complete just before the job fails for want of one",
     8342: "a draining newcomer that is left alone",
 }
