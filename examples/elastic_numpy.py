@@ -2,7 +2,7 @@
 
 Each step is one iteration over all points. A part of the step sums what its points say: how many belong to each
 component, where, and how far apart. From the sums every worker makes the same new mixture. `run.once` draws the first
-means on one worker, so that all begin with the same ones. The job ends when the likelihood hardly grows any more.
+means on one worker, so that all begin with the same ones. The job ends when the likelihood hardly grows.
 
     taskgraph run examples/elastic_numpy.py --nodes 4
     taskgraph run examples/elastic_numpy.py --nodes 4 -o points=200000 -o tolerance=0 -o steps=2000  # time to kill

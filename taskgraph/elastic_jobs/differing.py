@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Differences", "is_checked"]
 
 _AGAIN = 20
-"""Workers that differ again within so many sums, since one of them has entered anew, differ for a lasting reason."""
+"""Workers that differ again within this many sums, since one of them has entered anew, differ for a lasting reason."""
 _FIRST, _EVERY = 10, 10
 """The first ten steps and every tenth one are checked: digests read the whole state."""
 _ASK_S = 1.0

@@ -150,7 +150,7 @@ class Engine:
         return True
 
     def ask(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
-        """User code is at a position of so many parts, and asks for some of them.
+        """User code is at a position with this number of parts, and asks for some of them.
 
         The answer is a list of parts, or the total of the position, which may not be added up.
         """
@@ -176,12 +176,14 @@ class Engine:
         """Sends the digest of this newcomer's first part to the most senior worker."""
         core = self.core
         self.first_part_due = False
-        if core.view is not None and core.phase == Phase.WORKING and position == core.position:
+        if core.view is None or core.view.workers[0] == self._node.id:
+            return
+        if core.phase == Phase.WORKING and position == core.position:
             message = FirstPart(core.view.number, position, part, digest)
             self._outbox(core.view.workers[0]).put(core.view.number, message)
 
     def ended(self, positions: int) -> None:
-        """User code has returned after so many totals."""
+        """User code has returned after this number of totals."""
         self.user_position = positions
         self.core.ended()
         self._go()
@@ -373,7 +375,7 @@ class Engine:
         self._totals = {position: total for position, total in self._totals.items() if position >= kept}
 
     def _first_over_limit(self, kept: int, needed: int) -> int | None:
-        """Returns the last total that newcomers may not have any more: later ones take all memory that they may."""
+        """Returns the newest total that is dropped: later ones take all the memory for newcomers."""
         room = self._node.settings.max_totals_bytes
         for position in sorted((at for at in self._totals if kept <= at < needed), reverse=True):
             room -= self._totals[position].nbytes

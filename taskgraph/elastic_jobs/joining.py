@@ -3,7 +3,7 @@
     outside ──state of a donor──► following ──few totals behind, all workers keep the rest──► entering ──► in the view
        ▲──────────── no worker keeps the totals that it lacks any longer ────────────┘
 
-Nobody waits for a newcomer until it proposes the view. All workers keep the totals that it lacks until it has entered.
+No worker waits for a newcomer before it proposes the view. All keep the totals that it lacks until it has entered.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Options", "Step", "Steps"]
 
 _FEW_STEPS = 3
-"""If so many steps change nothing, the update is probably called at the wrong place."""
+"""If this many steps change nothing, the update is probably called at the wrong place."""
 
 
 @dataclass(frozen=True)

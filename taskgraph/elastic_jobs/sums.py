@@ -66,7 +66,7 @@ class Sums:
 
     @classmethod
     def of(cls, tree: Any, collected: Mapping[int, Encoded] | None = None, allocate: Allocate | None = None) -> Sums:
-        """Copies a tree, but for the arrays of sums in it, which are taken: nobody else may use them.
+        """Copies a tree, but for the arrays of sums in it, which are taken: no other code may use them.
 
         Raises:
             JobError: something in it cannot be summed.

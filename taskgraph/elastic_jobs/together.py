@@ -4,7 +4,7 @@
     all contributions are there ──► an operation of the group ──► the total, on this worker
     an operation failed, and no other view comes ──► the next view has the same workers, and another group
 
-A thread whose group was closed may still be in an operation: nobody waits for it. Its peers close the group, too, which
+A thread whose group was closed may still be in an operation: it is not waited for. Its peers close the group too, which
 ends the operation. Addresses of a group travel as messages, so no process is special.
 """
 

@@ -138,7 +138,7 @@ class UserCall:
         return self._dealt.pop(0)
 
     def is_behind(self, position: int) -> bool:
-        """True if this worker holds the total of a position that user code has not reached: it asks nobody for it."""
+        """True if this worker holds the total of a position that user code has not reached."""
         return position < self._engine.core.position
 
     def _check(self, newcomer: str, first: FirstPart, sums: Sums) -> None:

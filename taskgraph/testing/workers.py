@@ -1,7 +1,7 @@
 """`tg.testing.run` of an elastic job.
 
 A strict run is two runs. The first has one worker, which computes all parts in order; its states, parts and value are
-recorded. In the second one newcomers join and old workers leave, though nobody asked for it; what any worker computes
+recorded. In the second one newcomers join and old workers leave, unasked; what any worker computes
 is compared with the record.
 """
 

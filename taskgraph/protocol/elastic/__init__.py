@@ -6,7 +6,7 @@ is the number of totals that it holds. The protocol is virtual synchrony: views 
 
     tree          the fixed binary tree along which all workers add the parts
     views         the numbered lists of workers
-    succession    which view follows: without lost workers, or of one that goes on alone
+    succession    which view follows: without lost workers, or with a single one
     transactions  those that change the view, and end the job
     flush         what the workers of a new view hold, and what follows: pure functions of the workers' reports
     worker        one worker: what it computes, sends and completes

@@ -61,7 +61,7 @@ class Outcome:
     dealt_to: tuple[str, ...]
 
     def deal(self, parts: int) -> dict[str, tuple[int, ...]]:
-        """worker -> the parts of M that it computes, if M has so many parts."""
+        """worker -> the parts of M that it computes, if M has this number of parts."""
         there = {part for span in self.sources for part in span.parts} | self.begun.keys()
         dealt = _dealt([part for part in range(parts) if part not in there], self.dealt_to)
         for part, worker in self.begun.items():

@@ -455,7 +455,7 @@ class Worker:
     # -- parts ------------------------------------------------------------------------------------
 
     def begin(self, parts: int, tag: bytes) -> None:
-        """User code has reached the position at work, which has so many parts."""
+        """User code has reached the position at work, which has this number of parts."""
         self._round.parts, self._round.tag = parts, tag
         self._deal()
 

@@ -157,7 +157,7 @@ class Checks:
             raise Violation(f"E3: {node.id} {how} its total at {position}, and another one was given out")
 
     def returned(self, position: int) -> None:
-        """A lineage begins, from so many totals: later ones are undone."""
+        """A lineage begins after this number of totals: later ones are undone."""
         self.out = {at: digest for at, digest in self.out.items() if at < position}
 
     def _note(self, node: ElasticNode, position: int, total: Sums) -> None:
@@ -206,14 +206,14 @@ class Checks:
     # -- at the end -------------------------------------------------------------------------------
 
     def check_finished(self, positions: int) -> None:
-        """The job is written as finished after so many totals."""
+        """The job is written as finished after this number of totals."""
         if positions != self._workload.positions:
             raise Violation(f"it finished after {positions} totals of {self._workload.positions}")
         if missing := [at for at in range(positions) if at not in self.out]:
             raise Violation(f"E3: it finished, and the total at {missing[0]} was not stable")
 
     def check_checkpoint(self, pointed: int, position: int, weights: Any) -> None:
-        """A checkpoint of so many totals is pointed to."""
+        """A checkpoint of `position` totals is pointed to."""
         if pointed != position:
             raise Violation(f"it holds {position} totals, and its pointer says {pointed}")
         if missing := [at for at in range(position) if at not in self.out]:
@@ -222,7 +222,7 @@ class Checks:
             raise Violation("its state does not follow from the totals that were given out")
 
     def _weights(self, positions: int) -> Values:
-        """Computes the state after so many of the totals that were given out."""
+        """Computes the state after the first of the totals that were given out."""
         weights = self._workload.first_weights()
         for at in range(positions):
             weights = stepped(weights, self._totals[self.out[at]]["values"])
@@ -239,12 +239,12 @@ class Checks:
             raise Violation("E3: the value does not follow from the totals that were given out")
         if not work.erratic and value.tobytes() != work.expected().tobytes():
             raise Violation("the value is not that of an undisturbed run")
-        told = {report.epoch: report.numbers["instance"] for report in result.reports}
+        reported = {report.epoch: report.numbers["instance"] for report in result.reports}
         expected = {
             step: float(totals[(step + 1) * work.rounds - 1]["instances"][0]) for step in range(plan.steps or 0)
         }
-        if told != expected:
-            raise Violation(f"E3: the reports are {told}, and the totals that were given out say {expected}")
+        if reported != expected:
+            raise Violation(f"E3: the reports are {reported}, and the totals that were given out say {expected}")
 
     def _check_rows(self, totals: list[Mapping[str, Any]]) -> None:
         plan, rounds = self._workload.plan, self._workload.rounds
