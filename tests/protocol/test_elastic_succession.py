@@ -9,7 +9,7 @@ from taskgraph.protocol.elastic import transactions
 from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.succession import first_view, leavers, lone_view, must_go_on_alone, next_view
 from taskgraph.protocol.elastic.views import Entry, View
-from taskgraph.protocol.elastic.worker import Worker
+from taskgraph.protocol.elastic.worker import Contribution, Worker
 from taskgraph.protocol.kv import Put, Txn
 
 NONE: frozenset[str] = frozenset()
@@ -120,6 +120,18 @@ def test_draining_worker_leaves_once_all_others_hold_the_totals() -> None:
     assert job.workers is not None
     core.report("b", View.of(job.workers.record), Report(0, True, (), ()))
     assert follows(world, "a", core) == View(1, 0, (Entry("b", 0),))
+
+
+def test_draining_worker_leaves_once_a_newcomer_is_at_work() -> None:
+    """If it left before, the newcomer would not hear its report, and the last whole worker would be gone."""
+    world = begun("a")
+    assert put(world, View(1, 0, (Entry("a", 0), Entry("b", 1))), "a")
+    world.put(world.keys.node("a"), node_record("a", draining=True).to_bytes())
+    core = whole(world, "a")
+    core.report("b", View(1, 0, (Entry("a", 0), Entry("b", 1))), Report(0, False, (), ()))
+    assert follows(world, "a", core) is None
+    core.contribution("b", Contribution(1, 0, (), b""))
+    assert follows(world, "a", core) == View(2, 0, (Entry("b", 1),))
 
 
 def test_newcomer_goes_on_alone_once_all_workers_are_gone() -> None:

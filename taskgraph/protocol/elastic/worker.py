@@ -134,7 +134,7 @@ class GiveTotals:
 
 @frozen
 class Stable:
-    """All workers of the view hold the totals below `position`."""
+    """All workers of the view hold the totals below `position`; said again once `all_whole` is true."""
 
     position: int
 
@@ -314,6 +314,7 @@ class Worker:
         self._reports: dict[str, Report] = {}
         self._outcome: Outcome | None = None
         self._known: dict[str, int] = {}  # worker of the view -> the position that it is known to have reached
+        self._at_work: set[str] = set()  # workers known to have heard all reports of this view
         self._round = _Round()
         self._early: list[tuple[str, Contribution]] = []  # to the next position
         self._ended = False  # user code has returned
@@ -337,8 +338,13 @@ class Worker:
 
     @property
     def all_whole(self) -> bool:
-        """True once all workers of the view are known to hold what its flush ended with."""
-        return self.phase == Phase.WORKING and self._outcome is not None and self.stable >= self._outcome.position
+        """True once all workers of the view are known to be whole, and to hold what its flush ended with.
+
+        A newcomer that holds all totals is not whole before it has heard all reports, which its messages then show.
+        """
+        if self.phase != Phase.WORKING or self._outcome is None or self.stable < self._outcome.position:
+            return False
+        return all(report.whole or worker in self._at_work for worker, report in self._reports.items())
 
     # -- views ------------------------------------------------------------------------------------
 
@@ -359,7 +365,7 @@ class Worker:
             return
         self.phase = Phase.FLUSHING
         held, begun = self._round.stop(self._together)
-        self._reports, self._outcome, self._known, self._early = {}, None, {}, []
+        self._reports, self._outcome, self._known, self._at_work, self._early = {}, None, {}, set(), []
         report = Report(self.position, self.whole, held, begun)
         self._actions.append(SendReport(view, report))
         self._hear(self._me, report)
@@ -397,6 +403,7 @@ class Worker:
 
     def _begin_work(self) -> None:
         self.phase, self.whole = Phase.WORKING, True
+        self._at_work.add(self._me)
         if self._ended:
             self._say_holds()
         self._deal()
@@ -437,12 +444,17 @@ class Worker:
         if self.view is None or view > self.view.number:
             return False
         if view == self.view.number and self.phase != Phase.OUTSIDE:
-            self._knows(worker, position)
+            self._knows(worker, position, at_work=True)
         return True
 
-    def _knows(self, worker: str, position: int) -> None:
+    def _knows(self, worker: str, position: int, at_work: bool = False) -> None:
         self._known[worker] = max(position, self._known.get(worker, 0))
+        was_whole = self.all_whole
+        if at_work:
+            self._at_work.add(worker)
         self._note_stable()
+        if self.all_whole and not was_whole:
+            self._actions.append(Stable(self.stable))
 
     def _note_stable(self) -> None:
         if self._outcome is None:
@@ -524,7 +536,7 @@ class Worker:
             return False
         if contribution.view == self.view.number and self.phase != Phase.OUTSIDE:
             self._receive(worker, contribution)
-            self._knows(worker, contribution.position)
+            self._knows(worker, contribution.position, at_work=True)
             self._complete()
         return True
 
