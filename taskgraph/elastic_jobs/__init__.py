@@ -14,7 +14,7 @@
     watching   what a test sees of user code
     engine     carries out what the core (`taskgraph.protocol.elastic`) decides: sums, messages, answers to user code
     outbox     messages to one worker, in order
-    silence    workers that are cut off from this one, though not from etcd
+    silence    asks workers that reach etcd whether they reach this one
     values     the values of the workers, compared at the end
     node       a node of an elastic job: registers, follows the view, proposes views
 

@@ -65,7 +65,7 @@ class ElasticNode(WorkerNode):
             self, self._workers, unproved=lambda: self.registration.unproved, changed=self._changed
         )
         self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.suspicion.update)
-        self.silence = Silence(self, self._changed)
+        self.silence = Silence(self, self.suspicion.detector, self._changed)
         self.differences = Differences(self, self._changed)
         self.reports = StableReports(self._report_counts)
         self.values = Values(self)
@@ -221,7 +221,7 @@ class ElasticNode(WorkerNode):
             waits = self.now() < self.started_at + self.settings.start_wait_s
             expected = self.spec.expected_nodes - len(job.gone) if waits else 1
             return first_view(job, self.id, run=self.spec.run, fewest=max(self.job.min_nodes, expected))
-        missed = self.suspects | self.silence.workers | self.engine.behind
+        missed = self.suspects | self.engine.behind
         outvoted = self.differences.outvoted
         again = -1 if self._together is None else self._together.renewed_in
         core = self.engine.core

@@ -16,7 +16,7 @@ JOB = "demo"
 RUN = "run-1"
 
 
-def node_record(node: str, *, run: str = RUN, draining: bool = False) -> NodeRecord:
+def node_record(node: str, *, run: str = RUN, draining: bool = False, lease: int = 0) -> NodeRecord:
     return NodeRecord(
         name=node,
         run=run,
@@ -25,7 +25,7 @@ def node_record(node: str, *, run: str = RUN, draining: bool = False) -> NodeRec
         endpoints=("memory:x",),
         control="",
         fingerprint="f",
-        lease=0,
+        lease=lease,
         draining=draining,
         writer=f"{node}:0",
     )

@@ -45,13 +45,6 @@ class EndedLeases:
         self._epoch = -1
         self._progress_at = 0.0
 
-    @property
-    def nodes(self) -> frozenset[str]:
-        """Nodes whose lease has ended, though their key is still in etcd."""
-        return frozenset(
-            node for node, asked in self._queries.items() if asked.end.ended and self._is_current(node, asked)
-        )
-
     async def watch(self) -> None:
         """Asks etcd until cancelled."""
         node, beat_s = self._node, self._node.settings.lease_ttl_s / 5

@@ -290,7 +290,7 @@ class TakeOvers:
         """
         task, view = replica.task, self._node.keeper.view
         await self._node.point("takeover", task, view.epoch.record.epoch if view.epoch is not None else 0)
-        refusal = self._suspicion.refusal(old)
+        refusal = self._suspicion.detector.refusal(old)
         began = self._node.tracing.on and clock()
         result = await self._node.writes.execute(txn, view.keys.primary(task), writer)
         if began:

@@ -1,0 +1,280 @@
+"""The failure detector of a node: what it knows of each other node, and which state follows.
+
+    state       evidence                                                       ended by
+    alive       none of those below
+    silent      no answer for a TTL or longer, while work stands still         an answer, or progress
+    refusing    its port refuses connections: its process has died             an answer, or another proof of life
+    expired     its lease has ended, its key is there: frozen, or cut off      the renewal of its lease
+    absent      its key is not there                                           its key
+    gone        its launcher saw it end, or it was absent for `lost_after_s`   nothing
+
+A node in any state but "alive" is suspected: others may take over from it, evict it, or leave it out. Only "gone"
+changes placement. Of several states the last one in this table counts.
+
+- A refusing port shows within milliseconds that a process was killed. A node that proves alive after all (a firewall
+  was reloaded) is trusted: its port no longer counts, until a connection to it breaks.
+- While this node is paused (it cannot prove its own lease: etcd is away, or this host stood still) no other node
+  becomes absent. Absences count anew from the end of the pause: the others get a moment to come back.
+
+The caller calls a method for each event, with its monotonic clock in seconds, and `read_view` after each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from taskgraph.protocol.view import JobView
+
+__all__ = ["FailureDetector", "Refusal", "State"]
+
+_EXPIRY_S = 2.0
+"""Time after the TTL in which etcd deletes the keys of an ended lease, and all nodes read that."""
+
+
+class State(IntEnum):
+    ALIVE = 0
+    SILENT = 1
+    REFUSING = 2
+    EXPIRED = 3
+    ABSENT = 4
+    GONE = 5
+
+
+@dataclass(eq=False, slots=True)
+class Refusal:
+    """A port that refuses connections.
+
+    Attributes:
+        since: when the port first refused, while this node was not paused.
+        taken: task -> the revision of a takeover that rests on this refusal.
+    """
+
+    since: float
+    taken: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class _Evidence:
+    """What is known of one other node.
+
+    Attributes:
+        refusal: its port refuses connections.
+        trusted: it proved alive although its port refused.
+        ended_lease: a lease of it that has ended.
+        absent_since: when its key was first absent.
+        absent_before: its key was absent before the pause of this node.
+        heard_at: when it answered last, or work went on; None: nobody asks it.
+        silent: it has not answered for too long.
+    """
+
+    refusal: Refusal | None = None
+    trusted: bool = False
+    ended_lease: int | None = None
+    absent_since: float | None = None
+    absent_before: bool = False
+    heard_at: float | None = None
+    silent: bool = False
+
+
+class FailureDetector:
+    """The states of all other nodes of a job, as one node sees them.
+
+    Args:
+        ttl_s: the TTL of the nodes' leases.
+
+    Attributes:
+        suspects: the nodes that are not alive.
+        gone: the nodes that are gone.
+        paused: this node is paused, or others still get a moment to come back.
+    """
+
+    def __init__(self, ttl_s: float) -> None:
+        self.suspects: frozenset[str] = frozenset()
+        self.gone: frozenset[str] = frozenset()
+        self.paused = False
+        self._ttl_s = ttl_s
+        self._known: dict[str, _Evidence] = {}
+        self._view: JobView | None = None
+        self._gone_revision = -1  # of the view's `gone` that was read last
+
+    def _of(self, node: str) -> _Evidence:
+        return self._known.setdefault(node, _Evidence())
+
+    def state(self, node: str) -> State:
+        """Returns the state of a node."""
+        known = self._known.get(node)
+        if node in self.gone:
+            return State.GONE
+        if known is None:
+            return State.ALIVE
+        if known.absent_since is not None and (known.absent_before or not self.paused):
+            return State.ABSENT
+        if self._has_lease(node, known.ended_lease):
+            return State.EXPIRED
+        if known.refusal is not None:
+            return State.REFUSING
+        return State.SILENT if known.silent else State.ALIVE
+
+    def _has_lease(self, node: str, lease: int | None) -> bool:
+        registered = None if self._view is None else self._view.nodes.get(node)
+        return registered is not None and registered.record.lease == lease
+
+    # -- keys -------------------------------------------------------------------------------------
+
+    @property
+    def absent(self) -> set[str]:
+        """Nodes whose key is absent, and that are not gone."""
+        return {n for n, known in self._known.items() if known.absent_since is not None and n not in self.gone}
+
+    def read_view(self, view: JobView, named: Set[str], now: float) -> bool:
+        """Reads the view, and decides which nodes are suspected. Returns True if others are gone than before.
+
+        Args:
+            named: the other nodes that have tasks. Nodes that have none, and no key, are forgotten.
+        """
+        self._view = view
+        for node in named:
+            if node not in view.nodes and self._of(node).absent_since is None:
+                self._known[node].absent_since = now
+        for node, known in self._known.items():
+            if node not in named or node in view.nodes:
+                known.absent_since = None
+        changed = self._gone_revision != view.gone_revision
+        if changed:
+            self._gone_revision = view.gone_revision
+            self.gone = frozenset(view.gone)
+            self._known = {n: known for n, known in self._known.items() if n in named or n in view.nodes}
+        suspects = (node for node in self._known if self.state(node) != State.ALIVE)
+        self.suspects = frozenset(suspects) | (self.gone & named)
+        return changed
+
+    def overdue(self, view: JobView, now: float, limit_s: float) -> list[str]:
+        """Returns the nodes whose key has been absent for a time, sorted: they are to be declared gone.
+
+        Args:
+            view: the newest one, which may not have been read yet.
+        """
+        since = {n: known.absent_since for n, known in self._known.items() if known.absent_since is not None}
+        return sorted(n for n, at in since.items() if now - at >= limit_s and n not in view.gone)
+
+    def lease_changed(self, node: str, lease: int, ended: bool) -> None:
+        """A lease has ended, or was extended after all: a new leader of etcd extends every lease."""
+        self._of(node).ended_lease = lease if ended else None
+
+    # -- ports ------------------------------------------------------------------------------------
+
+    def refusal(self, node: str | None) -> Refusal | None:
+        """Returns the refusal for which a node is suspected, if any."""
+        known = None if node is None else self._known.get(node)
+        return None if known is None else known.refusal
+
+    def port_counts(self, node: str) -> bool:
+        """True unless the port is known to refuse, or the node proved alive although it refuses."""
+        known = self._known.get(node)
+        return known is None or (known.refusal is None and not known.trusted)
+
+    def port_refused(self, node: str, now: float) -> None:
+        """A probe found that all endpoints of a node refuse connections. Call it only if its port counts."""
+        self._of(node).refusal = Refusal(now)
+
+    def connection_lost(self, node: str) -> None:
+        """A connection to the node broke: from now on its port counts again."""
+        if node in self._known:
+            self._known[node].trusted = False
+
+    def proved_alive(self, node: str, *, trusted: bool) -> bool:
+        """The node answered, or proved alive although its port refuses: then it is trusted.
+
+        Returns True if it was suspected for its port.
+        """
+        known = self._of(node)
+        was, known.refusal, known.trusted = known.refusal, None, trusted
+        return was is not None
+
+    def refusing(self, view: JobView, now: float) -> tuple[list[str], list[str]]:
+        """Returns the registered nodes that refuse, and are to be probed again; and those that proved alive since: a
+        lease that was not renewed would have expired.
+
+        Args:
+            view: the newest one, which may not have been read yet.
+        """
+        probed: list[str] = []
+        alive: list[str] = []
+        for node, known in self._known.items():
+            if known.refusal is not None and node in view.nodes and node not in view.gone:
+                renewed = known.refusal.since < now - self._ttl_s - _EXPIRY_S
+                (alive if renewed else probed).append(node)
+        return probed, alive
+
+    def takers_back(self, view: JobView) -> dict[str, int]:
+        """Returns nodes that lived after their port refused: node -> a task that it took back from this node.
+
+        Otherwise two nodes that refuse each other would take over from each other as fast as etcd answers.
+        """
+        found: dict[str, int] = {}
+        for node, known in self._known.items():
+            for task, revision in known.refusal.taken.items() if known.refusal is not None else ():
+                primary = view.primaries.get(task)
+                if primary is not None and primary.record.node == node and primary.mod_revision > revision:
+                    found.setdefault(node, task)
+        return found
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def expect_answers(self, nodes: Iterable[str], now: float) -> None:
+        """Counts the silence of these nodes from now on, and of no others."""
+        expected = {*nodes}
+        for node in expected:
+            self._of(node)
+        for node, known in self._known.items():
+            known.heard_at, known.silent = (now if node in expected else None), False
+
+    def heard(self, node: str, now: float) -> None:
+        """The node answered."""
+        known = self._known.get(node)
+        if known is not None and known.heard_at is not None:
+            known.heard_at = now
+
+    def find_silent(self, now: float, least_s: float) -> list[str]:
+        """Decides which nodes are silent, and returns those that were not before.
+
+        A node that hears fewer others waits longer: of two sides of a cut, the larger one goes on.
+
+        Args:
+            least_s: a node that has not answered for this time counts as not heard.
+        """
+        silences = {n: now - known.heard_at for n, known in self._known.items() if known.heard_at is not None}
+        unheard = sum(silence_s > least_s for silence_s in silences.values())
+        limit_s = self._ttl_s * (1 + max(0, unheard - 1) / (len(silences) + 1))
+        before = self.silent
+        for node, silence_s in silences.items():
+            self._known[node].silent = silence_s > least_s and silence_s >= limit_s
+        return sorted(self.silent - before)
+
+    @property
+    def silent(self) -> frozenset[str]:
+        return frozenset(node for node, known in self._known.items() if known.silent)
+
+    # -- pauses of this node ----------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """This node cannot prove its own lease; perhaps no node can."""
+        if not self.paused:
+            self.paused = True
+            for known in self._known.values():
+                known.absent_before = known.absent_since is not None
+
+    def restart(self, now: float) -> None:
+        """Counts all times from now on: this node was frozen or cut off, and could not see the others."""
+        for known in self._known.values():
+            known.absent_since = None if known.absent_since is None else now
+            if known.refusal is not None:
+                known.refusal.since = now
+
+    def resume(self) -> None:
+        """The others have had their moment to come back."""
+        self.paused = False
+        for known in self._known.values():
+            known.absent_before = False
