@@ -280,8 +280,9 @@ def _add_looking(add: Any) -> None:
     result = add("result", job=True)
     result.add_argument("--json", action="store_true", help="one line of JSON, with the reports")
     trace = add("trace", job=True)
-    trace.add_argument("--epochs", type=int, default=20, metavar="N", help="number of whole epochs (20)")
-    text = "trace one epoch of N; 1: all; default: all, or fewer so that a fast job loses less than 3 %%"
+    text = "number of whole epochs, or of steps of an elastic job (20)"
+    trace.add_argument("--epochs", "--steps", type=int, default=20, metavar="N", help=text)
+    text = "trace one epoch (step) of N; 1: all; default: all, or fewer so that a fast job loses less than 3 %%"
     trace.add_argument("--every", type=int, default=0, metavar="N", help=text)
     trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="the file to write (trace.json)")
 

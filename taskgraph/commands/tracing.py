@@ -1,4 +1,4 @@
-"""trace: writes what every node of a running job does, epoch by epoch, to a file for Perfetto."""
+"""trace: writes what every node of a running job does, epoch by epoch or step by step, to a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ __all__ = ["missing_parts", "trace"]
 
 _REFRESH_S = 0.3
 _INTERRUPTED = 130
+_COMMITTED_ELSEWHERE = "the node that committed them was not traced, or died"
 
 
 def trace(options: argparse.Namespace) -> int:
@@ -50,11 +51,6 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
         reached.spec.check_protocol()
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
         await keeper.load()
-        if keeper.view.workers is not None:
-            raise JobError(
-                f"{reached.name} is an elastic job, which has no epochs to trace: `taskgraph status {reached.name}` "
-                f"says what its workers wait for, and `taskgraph events {reached.name}` what happened"
-            )
         began_ns = clock()
         tracer = Tracer(
             keeper,
@@ -116,13 +112,14 @@ def _write(path: Path, reached: FoundJob, tracer: Tracer, began_ns: int) -> dict
             missing = missing_parts(tracer, last)
             if last < tracer.first:
                 raise _NothingTraced(
-                    f"not one epoch from {tracer.first} on was traced from its beginning to its commit: "
+                    f"not one {tracer.unit} from {tracer.first} on was traced from its beginning to its "
+                    f"{'end' if tracer.elastic else 'commit'}: "
                     f"{'; '.join(missing)}"
                 )
             found = {
                 "job": reached.name,
-                "first_epoch": tracer.first,
-                "last_epoch": last,
+                f"first_{tracer.unit}": tracer.first,
+                f"last_{tracer.unit}": last,
                 "every": tracer.every,
                 "began_ns": began_ns,
                 "nodes": nodes,
@@ -179,6 +176,7 @@ def _labels(part: NodeTrace, about: dict[str, Any]) -> str:
 def missing_parts(tracer: Tracer, last: int) -> list[str]:
     """Names the nodes, spans and epochs that a trace lacks, each with the reason."""
     nodes = tracer.nodes.values()
+    unit = tracer.unit
     lines = [f"node {part.record.name}: {part.missing}" for part in nodes if part.missing]
     lines += [
         f"node {part.record.name}: {part.lost} spans that its buffer had no room for" for part in nodes if part.lost
@@ -186,9 +184,11 @@ def missing_parts(tracer: Tracer, last: int) -> list[str]:
     first, until = max(last + 1, tracer.first), tracer.until
     committed = first if tracer.ended_early else max(first, min(tracer.epoch, until))
     if first < committed:
-        lines.append(f"epochs {first} to {committed - 1}: the node that committed them was not traced, or died")
+        why = "no worker that was traced ended them" if tracer.elastic else _COMMITTED_ELSEWHERE
+        lines.append(f"{unit}s {first} to {committed - 1}: {why}")
     if committed < until:
-        lines.append(f"epochs {committed} to {until - 1}: they did not commit while the job was traced")
+        why = "were not complete" if tracer.elastic else "did not commit"
+        lines.append(f"{unit}s {committed} to {until - 1}: they {why} while the job was traced")
     return lines
 
 
@@ -196,7 +196,8 @@ def _summary(path: Path, about: dict[str, Any]) -> str:
     nodes = about["nodes"]
     foreign = [node["clock_within_us"] for node in nodes if not node["shares_our_clock"]]
     clocks = f"clocks within {max(foreign):.0f} us of each other" if foreign else "all on one clock"
-    epochs = f"epochs {about['first_epoch']} to {about['last_epoch']}{words_of(about['every'])}"
+    unit = "step" if "first_step" in about else "epoch"
+    epochs = f"{unit}s {about[f'first_{unit}']} to {about[f'last_{unit}']}{words_of(about['every'])}"
     return (
         f"{path}: {epochs}, of job {about['job']}: {sum(node['spans'] for node in nodes)} spans on "
         f"{len(nodes)} nodes, {clocks}. Open it in https://ui.perfetto.dev"

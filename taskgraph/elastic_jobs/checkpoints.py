@@ -79,10 +79,12 @@ class Checkpoints:
             await asyncio.sleep(node.job.elastic.checkpoint_every_s)
             view = node.engine.core.view
             if view is not None and view.workers[:1] == (node.id,) and node.has_begun() and not node.paused:
+                mark = node.trace.begin(of_step=False)
                 copy = await node.copied_state()
                 try:
                     if copy is not None:
                         await self._write(copy)
+                        node.trace.keep(mark, "checkpoint", f"checkpoint after step {copy.step}")
                 except (OSError, CheckpointError, CoordinationError) as error:
                     node.events.emit("checkpoint failed", f"{error}; the job goes on with the one before")
 
@@ -111,7 +113,9 @@ class Checkpoints:
         name = self._reader.name_of(Stamp(attempt, copy.position))
         before = job.checkpoint.record if job.checkpoint is not None else None
         kept = (before.name, *before.before)[: node.settings.checkpoints_kept - 1] if before is not None else ()
+        mark = node.trace.begin(of_step=False)
         info = await self._reader.call(lambda: store.write(name, 0, value))
+        node.trace.keep(mark, "checkpoint", "writes its file", size_bytes=value.size_bytes)
         await self._reader.call(lambda: store.stage(store.manifest(name, [info], kept)))
         if not self._is_useful(copy, lineage):
             return  # the job ended meanwhile, or went back, or another worker was faster

@@ -26,13 +26,16 @@ from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker
 from taskgraph.protocol.messages import Call, Encoded, FirstPart, GroupKey, HoldsTotals, PartSums, Totals, WorkerReport
+from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.together import Together
+    from taskgraph.elastic_jobs.tracing import WorkerTrace
     from taskgraph.node.core import NodeCore
 
 __all__ = ["Engine", "chained"]
 
+_AWAITED = {Phase.FLUSHING: "reports", Phase.LACKING: "totals", Phase.WORKING: "parts"}
 _PAGE_BYTES = 64 << 20
 """Totals for a newcomer go in messages of about this size."""
 
@@ -70,6 +73,7 @@ class Engine:
         self,
         node: NodeCore,
         core: Worker,
+        trace: WorkerTrace,
         *,
         refused: Callable[[str], None],
         stable: Callable[[int], None],
@@ -80,6 +84,7 @@ class Engine:
         self.core = core
         self._together = together
         self._node = node
+        self._trace = trace
         self._refused = refused
         self._stable = stable
         self._differ = differ
@@ -225,7 +230,22 @@ class Engine:
             early, self._early = self._early, []
             self._early += [(worker, message) for worker, message in early if not self._take(worker, message)]
             if len(self._early) == len(early) and not self._answer():
-                return
+                break
+        if self._trace.on:
+            self._show_waits()
+
+    def _show_waits(self) -> None:
+        """Notes what user code waits for, and the end of a change of the view."""
+        trace, view = self._trace, self.core.view
+        trace.wait_for((self.awaited or "the total") if self._asked is not None else "")
+        if view is not None and self.core.phase == Phase.WORKING:
+            trace.end_change(" ".join(map(name_of, view.workers)))
+
+    @property
+    def awaited(self) -> str:
+        """What this worker waits for from others; "": nothing."""
+        names = ", ".join(map(name_of, self.core.awaited))
+        return f"{_AWAITED[self.core.phase]} of {names}" if names else ""
 
     def _answer(self) -> bool:
         """Answers user code, if there is something for it."""
@@ -246,6 +266,7 @@ class Engine:
     def _act(self, action: actions.Action) -> None:
         match action:
             case actions.SendReport(view, report):
+                self._trace.change_view(view.number)
                 self._adopt(view.number, report)
                 if self._together is not None:
                     self._together.follow(view)
@@ -392,7 +413,7 @@ class Engine:
 
     def _outbox(self, worker: str) -> Outbox:
         if worker not in self._outboxes:
-            self._outboxes[worker] = Outbox(self._node, worker, lambda: self._view, self._refused)
+            self._outboxes[worker] = Outbox(self._node, self._trace, worker, lambda: self._view, self._refused)
         return self._outboxes[worker]
 
 

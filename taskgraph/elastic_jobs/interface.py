@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from taskgraph.elastic_jobs.engine import Engine
 from taskgraph.elastic_jobs.reports import StableReports
+from taskgraph.elastic_jobs.tracing import WorkerTrace
 from taskgraph.errors import CoordinationError, JobError, LeaseGone
 from taskgraph.node.life import NodeLife
 from taskgraph.node.usercode.errors import UserCodeError
@@ -20,11 +21,13 @@ class WorkerNode(NodeLife):
         engine: the values, messages and user code of its worker, until the worker is excluded.
         reports: the reports of user code.
         lineage: that of the state that user code began with.
+        trace: its spans.
     """
 
     engine: Engine
     reports: StableReports
     lineage: int
+    trace: WorkerTrace
 
     def copy_anew(self) -> None:
         """Begins anew, outside: the workers do not keep the totals that this newcomer lacks."""

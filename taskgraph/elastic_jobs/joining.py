@@ -16,6 +16,7 @@ from taskgraph.errors import Refused, TransportError
 from taskgraph.protocol.elastic import transactions
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.messages import CopyState, FollowTotals, Reply, StateCopy, TotalsPage
+from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
@@ -60,15 +61,18 @@ class Joining:
 
     async def _copy(self, donor: str) -> bool:
         lineage = self._view().lineage
+        mark = self._node.trace.begin(of_step=False)
         reply = await self._call(donor, CopyState())
         if reply is None:
             return False
+        text, size = f"copies the state of {name_of(donor)}", cast(StateCopy, reply).value.size_bytes
+        self._node.trace.keep(mark, "copy", text, peer=name_of(donor), size_bytes=size)
         self._node.begin_with(cast(StateCopy, reply), lineage)
         return True
 
     async def _follow(self, donor: str) -> bool:
         """Follows the totals of a donor, and enters. Returns False if another donor must go on."""
-        core, pause_s = self._engine.core, _FOLLOW_S
+        core, pause_s, mark = self._engine.core, _FOLLOW_S, self._node.trace.begin(of_step=False)
         while self._node.keeper.view.running:
             page = cast("TotalsPage | None", await self._call(donor, FollowTotals(core.position, True)))
             if page is None:
@@ -79,6 +83,7 @@ class Joining:
             if page.count:
                 self._engine.catch_up(core.position, decode_sums(page.value))
             if page.stable - self._engine.user_position <= _BEHIND and await self._enter():
+                self._node.trace.keep(mark, "copy", f"follows the totals of {name_of(donor)}, and enters")
                 return True
             pause_s = _FOLLOW_S if page.count else min(2 * pause_s, _MOST_FOLLOW_S)
             await asyncio.sleep(pause_s)

@@ -25,6 +25,7 @@ from taskgraph.elastic_jobs.run import Run
 from taskgraph.elastic_jobs.serving import Serving
 from taskgraph.elastic_jobs.silence import Silence
 from taskgraph.elastic_jobs.together import Together
+from taskgraph.elastic_jobs.tracing import WorkerTrace
 from taskgraph.elastic_jobs.usercall import Stopped, UserCall
 from taskgraph.elastic_jobs.values import Values
 from taskgraph.errors import JobError
@@ -59,6 +60,7 @@ class ElasticNode(WorkerNode):
     ) -> None:
         super().__init__(**arguments)
         self.file_threads = file_threads or self.threads
+        self.trace = WorkerTrace(self.tracing)
         self.leaving_state = self.draining_state = Leaving(self)
         self.checkpoints = Checkpoints(self, place)
         self.suspicion = Suspicion(
@@ -101,6 +103,7 @@ class ElasticNode(WorkerNode):
         self.engine = Engine(
             self,
             Worker(self.id, together=self._together is not None),
+            self.trace,
             refused=self.suspicion.call_refused,
             stable=self._note_stable,
             differ=self.differences.found,
@@ -230,7 +233,9 @@ class ElasticNode(WorkerNode):
     async def _propose(self, view: View) -> None:
         job, before, writer = self.keeper.view, self._workers(), self.writer()
         txn = transactions.propose(job, view, node=self.id, node_revision=self.node_revision, writer=writer)
+        mark = self.trace.begin(of_step=False)
         revision = await self.put_view(txn, writer)
+        self.trace.keep(mark, "view", f"puts view {view.number}" + ("" if revision else ", refused"))
         if revision is None:
             await self.short_pause()
             return
@@ -374,6 +379,11 @@ class ElasticNode(WorkerNode):
             await self.short_pause()
         return call is self.call
 
+    @property
+    def epoch(self) -> int:
+        """The step that user code is at, for a trace; -1: none yet."""
+        return self.trace.step
+
     # -- what comes out ---------------------------------------------------------------------------
 
     def _report_counts(self, step: int, numbers: dict[str, float]) -> None:
@@ -392,11 +402,9 @@ class ElasticNode(WorkerNode):
             return (f"{self.name} waits for the first view, which needs the nodes that the job was started with",)
         if core.phase == Phase.OUTSIDE:
             return (f"{self.name} waits to enter, after {core.position} sums",)
-        if not core.awaited:
+        if not (awaited := self.engine.awaited):
             return ()
-        what = {Phase.FLUSHING: "reports", Phase.LACKING: "totals", Phase.WORKING: "parts"}[core.phase]
-        names = ", ".join(map(name_of, core.awaited))
-        return (f"{self.name} waits for {what} of {names}, after {core.position} sums",)
+        return (f"{self.name} waits for {awaited}, after {core.position} sums",)
 
     def status(self) -> NodeStatus:
         view = self.keeper.view

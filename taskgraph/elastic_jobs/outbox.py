@@ -6,21 +6,44 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from taskgraph.errors import PeerGone, Refused, TransportError
-from taskgraph.protocol.messages import Call, HoldsTotals, PartSums, Reply, WorkerReport
+from taskgraph.protocol.messages import (
+    Call,
+    Encoded,
+    FirstPart,
+    GroupKey,
+    HoldsTotals,
+    PartSums,
+    Reply,
+    Totals,
+    WorkerReport,
+)
+from taskgraph.protocol.records import name_of
 from taskgraph.transport.api import CallFuture
 
 if TYPE_CHECKING:
+    from taskgraph.elastic_jobs.tracing import Mark, WorkerTrace
     from taskgraph.node.core import NodeCore
 
 __all__ = ["Outbox"]
 
 
+_NAMES: Final = {
+    PartSums: "parts",
+    HoldsTotals: "holds totals",
+    WorkerReport: "report",
+    Totals: "totals",
+    FirstPart: "digest of a part",
+    GroupKey: "address",
+}
+
+
 class _Waiting(NamedTuple):
     view: int
     message: Call
+    mark: Mark | None
 
 
 class Outbox:
@@ -32,8 +55,16 @@ class Outbox:
         refused: called when the worker's port refuses connections.
     """
 
-    def __init__(self, node: NodeCore, peer: str, view: Callable[[], int], refused: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        node: NodeCore,
+        trace: WorkerTrace,
+        peer: str,
+        view: Callable[[], int],
+        refused: Callable[[str], None],
+    ) -> None:
         self._node = node
+        self._trace = trace
         self._peer = peer
         self._view = view
         self._refused = refused
@@ -42,7 +73,7 @@ class Outbox:
 
     def put(self, view: int, message: Call) -> None:
         """Sends a message of a view after all earlier ones."""
-        self._waiting.append(_Waiting(view, message))
+        self._waiting.append(_Waiting(view, message, self._trace.begin()))
         if self._sending is None:
             self._send_now()
 
@@ -70,7 +101,7 @@ class Outbox:
             return  # the transport is closed
         self._sending = None
         if call.exception() is None:
-            self._waiting.popleft()
+            self._note_sent(self._waiting.popleft())
             self._send_now()
         else:
             self._start_task()
@@ -86,9 +117,19 @@ class Outbox:
 
     async def _send_all(self) -> None:
         while self._waiting:
-            view, message = self._waiting[0]
-            if view < self._view() or await self._sent(message):
-                self._waiting.popleft()
+            first = self._waiting[0]
+            if first.view >= self._view():
+                if not await self._sent(first.message):
+                    continue
+                self._note_sent(first)
+            self._waiting.popleft()
+
+    def _note_sent(self, sent: _Waiting) -> None:
+        if sent.mark is not None:
+            value = getattr(sent.message, "value", None)
+            size = value.size_bytes if isinstance(value, Encoded) else -1
+            name, peer = _NAMES[type(sent.message)], name_of(self._peer)
+            self._trace.keep(sent.mark, "send", f"{name} to {peer}", peer=peer, size_bytes=size)
 
     async def _sent(self, message: Call) -> bool:
         peer = self._node.router.peer(self._peer)

@@ -75,8 +75,10 @@ class Progress:
         if self._begun:
             return
         self._begun = True
+        mark = self.node.trace.begin(of_step=False)
         with self.turn.passed():
             copied = self.node.first_state()
+        self.node.trace.keep(mark, "loop", "waits for the state to begin with")
         if copied is not None:
             pytorch()
             content = decode(copied.value)
@@ -104,6 +106,7 @@ class Progress:
             StepError: user code has returned before the first step, unlike that of the worker whose state is copied.
         """
         self._wait()
+        self.node.trace.end_step()
         if not self.in_steps and self._copied is not None:
             raise StepError(
                 "the function returned before its first step, and goes on to it on other workers: decide from "
@@ -122,12 +125,14 @@ class Progress:
             members: see `copied_members`.
         """
         check_names(state)
+        self.node.trace.begin_step(number)
         if self.watch is not None:
             self.watch.boundary(number, state)
         if self.node.state_wanted:
-            self.node.give_state(
-                number, self.position, self.tag, capture(state, self.early, self.node.allocate, members)
-            )
+            mark = self.node.trace.begin()
+            copy = capture(state, self.early, self.node.allocate, members)
+            self.node.trace.keep(mark, "loop", "copies the state", size_bytes=copy.size_bytes)
+            self.node.give_state(number, self.position, self.tag, copy)
         self.seed(BOUNDARY)
 
     def seed(self, what: int) -> None:
@@ -154,14 +159,17 @@ class Progress:
                 )
             self.early.append(self._known.pop(0))
             return list(writable(self.early[-1]))
-        what = f"{call} {len(pieces)}".encode()
+        what, whole, trace = f"{call} {len(pieces)}".encode(), self.node.trace.begin(), self.node.trace
         done: tuple[int, Sums] | None = None
         while isinstance(answer := self.ask(len(pieces), what, done, repeatable=False), int):
             seed_generators(derived_seed(self.node.spec.seed, self.position, PIECE, answer))
+            mark = trace.begin()
             value = encode([function(pieces[answer])], what=f"the result of {call}")
+            trace.keep(mark, "loop", f"piece {answer} of {call}")
             if self.watch is not None:
                 value = self.watch.result(call, self.position, answer, value)
             done = answer, Sums.of({}, {answer: value})
+        trace.keep(whole, "loop", call)
         results = [decode(value)[0] for value in answer.collected.values()]
         if not self.in_steps:
             self.early.append(results)

@@ -27,6 +27,7 @@ from taskgraph.protocol.messages import (
     ValueDigest,
     WorkerReport,
 )
+from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
@@ -66,8 +67,13 @@ class Serving:
             return Refusal(Reason.CLOSING, "")
         match message:
             case CopyState():
+                mark = node.trace.begin(of_step=False)
                 copy = await self._call().copied_state(peer)
-                return self._closing if copy is None else structs.replace(copy, reports=node.reports.packed())
+                if copy is None:
+                    return self._closing
+                name, size = name_of(peer), copy.value.size_bytes
+                node.trace.keep(mark, "copy", f"makes the state ready for {name}", peer=name, size_bytes=size)
+                return structs.replace(copy, reports=node.reports.packed())
             case DescribeState():
                 return node.digests
             case DescribeValue():

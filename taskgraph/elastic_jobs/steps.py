@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.gradients import Gradients
     from taskgraph.elastic_jobs.rows import Rows
     from taskgraph.elastic_jobs.sums import Sums
+    from taskgraph.elastic_jobs.tracing import Mark
 
 __all__ = ["Options", "Step", "Steps"]
 
@@ -79,7 +80,7 @@ class Steps:
         if progress.in_steps:
             raise StepError("the steps of a run are taken once: tell phases by step.number, and passes by passes=...")
         check_parameters(state)
-        number, watch, copied = 0, progress.watch, progress.begin()
+        number, watch, trace, copied = 0, progress.watch, progress.node.trace, progress.begin()
         if copied is not None:
             number, captured = copied
             load(state, captured)
@@ -89,12 +90,16 @@ class Steps:
             progress.boundary(number, state)
             self._step = Step(self, number)
             if is_checked(number) and not progress.node.is_behind(progress.position):
+                mark = trace.begin()
                 found = digests(state)
+                trace.keep(mark, "loop", "digest of the state")
                 self._step.check_state(found)
                 self._check_changed(number, found)
+            self._step.begin_code()
             yield self._step
             self._step.end()
             number += 1
+        trace.end_step()
         if watch is not None:
             watch.last_boundary(number, state)
 
@@ -137,6 +142,7 @@ class Step:
         self._collected: list[dict[str, Any]] = []
         self._gradients: Gradients | None = None
         self._over = True
+        self._code: Mark | None = None
         self._state = b""  # digest of the state, if this step is checked
 
     @property
@@ -168,9 +174,10 @@ class Step:
             StepError: a part contributes nothing, or something unlike the others; or a loop was left early.
         """
         self.check_over()
+        self._end_code()
         self.round += 1
         self._over, self._total = False, None
-        steps = self._steps
+        steps, trace = self._steps, self._steps.run.progress.node.trace
         progress, rows = steps.run.progress, steps.rows.of_parts(self.number)
         watch = progress.watch
         what = b"%d.%d" % (self.number, self.round) + (self._state if self.round == 1 else b"")
@@ -186,13 +193,18 @@ class Step:
                     yield trial
                     watch.tried(trial, current.close(trial))
                 watch.part(place, part)
+            mark = trace.begin()
             part.begin()
             yield part
+            trace.keep(mark, "part", f"part {answer}")
+            mark = trace.begin()
             done = answer, current.close(part)
+            trace.keep(mark, "part", f"takes what part {answer} gave")
             if watch is not None:
                 watch.computed(place, part, done[1])
         if watch is not None:
             watch.total(place, len(rows))
+        mark = trace.begin()
         total = answer.tree(KINDS.values(), progress.node.allocate)
         self._check_finite(answer, total)
         current.finish(total, len(rows))
@@ -200,6 +212,8 @@ class Step:
         self._collected = [decode(tree, writable=True) for tree in answer.collected.values()]
         self._total, self._over = total, True
         progress.seed(SUMMED)
+        trace.keep(mark, "total", "puts the total in place")
+        self.begin_code()
 
     @property
     def in_part_loop(self) -> bool:
@@ -214,8 +228,16 @@ class Step:
     def end(self) -> None:
         """Ends the step, when user code asks for the next one."""
         self.check_over()
+        self._end_code()
         if self._gradients is not None:
             self._gradients.clear()
+
+    def begin_code(self) -> None:
+        """User code goes on, outside the part loop."""
+        self._code = self._steps.run.progress.node.trace.begin()
+
+    def _end_code(self) -> None:
+        self._steps.run.progress.node.trace.keep(self._code, "loop", "your code")
 
     def _check_finite(self, sums: Sums, total: dict[str, Any]) -> None:
         """Does what `nonfinite` says if a total has nan or inf. Of several such totals the first one gives an event."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from taskgraph.driver.spec import JobSpec
     from taskgraph.elastic_jobs.engine import Engine
     from taskgraph.elastic_jobs.interface import WorkerNode
+    from taskgraph.elastic_jobs.tracing import WorkerTrace
 
 __all__ = ["Stopped", "UserCall"]
 
@@ -80,6 +81,10 @@ class UserCall:
         return self._node.router.allocate
 
     @property
+    def trace(self) -> WorkerTrace:
+        return self._node.trace
+
+    @property
     def name(self) -> str:
         return self._node.name
 
@@ -110,7 +115,8 @@ class UserCall:
             done: the part that user code has finished, if any, and what it contributes.
             repeatable: a part contributes the same if it is computed again.
         """
-        threads, finished = self._node.threads, None
+        threads, trace, finished = self._node.threads, self._node.trace, None
+        mark = trace.begin() if done is not None else None
         if done is not None and self._checking is not None:
             self._check(*self._checking, done[1])
         elif done is not None:
@@ -121,6 +127,8 @@ class UserCall:
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
                 finished = self._merging.take(to_send=self._engine.sends_sums)
                 self._handed_at = threads.clock()
+        if done is not None:
+            trace.keep(mark, "add", f"adds part {done[0]}")
         if self._dealt and finished is not None:
             threads.post(self._engine.computed, position, finished)
         if not self._dealt:
@@ -128,7 +136,10 @@ class UserCall:
             threads.post(self._asked, position, parts, tag, answer, finished)
             found = threads.block(answer, None)
             if isinstance(found, Total):
-                return found.sums()
+                mark = trace.begin()
+                total = found.sums()
+                trace.keep(mark, "total", "adds up the total", size_bytes=total.nbytes)
+                return total
             if isinstance(found, tuple):
                 self._checking = found
                 return found[1].part

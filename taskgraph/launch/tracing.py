@@ -83,6 +83,8 @@ class NodeTrace:
 class Tracer:
     """Traces some epochs of one running job.
 
+    Of an elastic job, steps take the place of epochs.
+
     Args:
         run: the job's run, as its spec says.
         epochs: how many epochs.
@@ -147,14 +149,23 @@ class Tracer:
 
     @property
     def epoch(self) -> int:
-        """The epoch the job is at, by its nodes and by etcd."""
-        stamp = self._keeper.view.stamp
+        """The epoch the job is at, by its nodes and by etcd, or the step that its workers are at."""
+        stamp = None if self.elastic else self._keeper.view.stamp
         return max(-1, stamp.epoch if stamp is not None else -1, *(trace.epoch for trace in self.nodes.values()))
+
+    @property
+    def elastic(self) -> bool:
+        """True if the job has steps in place of epochs."""
+        return self._keeper.view.workers is not None
+
+    @property
+    def unit(self) -> str:
+        return "step" if self.elastic else "epoch"
 
     @property
     def window(self) -> str:
         """The epochs that are traced, in words."""
-        return f"epochs {self.first} to {self.until - 1}{words_of(self.every)}"
+        return f"{self.unit}s {self.first} to {self.until - 1}{words_of(self.every)}"
 
     def _trace_new_nodes(self) -> None:
         """Begins to trace nodes that joined."""
@@ -164,7 +175,7 @@ class Tracer:
             if node not in self.nodes:
                 trace = self.nodes[node] = NodeTrace(record)
                 if self.first >= 0:
-                    trace.missing = f"it joined at epoch {self.epoch}: what it did before"
+                    trace.missing = f"it joined at {self.unit} {self.epoch}: what it did before"
                 self._follows[node] = asyncio.ensure_future(self._follow(trace))
 
     async def _find_every(self) -> int:
@@ -218,7 +229,7 @@ class Tracer:
             elif now >= say_at:
                 names = ", ".join(sorted(self.nodes[node].record.name for node in waiting))
                 if names != said:
-                    self._say(f"tracing {self.window}: the job is at epoch {self.epoch}; waiting for {names}")
+                    self._say(f"tracing {self.window}: the job is at {self.unit} {self.epoch}; waiting for {names}")
                 said, say_at = names, now + _SAY_S
         for follow in self._follows.values():
             if not follow.cancelled():
@@ -244,7 +255,7 @@ class Tracer:
                     else:
                         raise PeerLost(f"node {trace.record.name} ended without a last word")
             if not trace.whole and not self.ended_early and await self._runs():
-                trace.missing = f"it left at epoch {trace.epoch}: what others did for it since"
+                trace.missing = f"it left at {self.unit} {trace.epoch}: what others did for it since"
         except TaskGraphError as error:
             if not trace.whole:
                 self._lacks(trace, str(error))
@@ -258,7 +269,7 @@ class Tracer:
             self.end_early()
 
     def _lacks(self, trace: NodeTrace, why: str) -> None:
-        what = f"what it did from epoch {trace.epoch} on" if trace.epoch >= 0 else "all it did"
+        what = f"what it did from {self.unit} {trace.epoch} on" if trace.epoch >= 0 else "all it did"
         trace.missing = f"{trace.missing}; and {what}: {why}" if trace.missing else f"{what}: {why}"
 
     async def _runs(self) -> bool:

@@ -42,12 +42,14 @@ class Tracing:
 
     Attributes:
         on: True while the node is traced.
+        since: `clock()` when the trace began.
     """
 
-    __slots__ = ("_dropped", "_every", "_room", "_spans", "_stop_events", "on")
+    __slots__ = ("_dropped", "_every", "_room", "_spans", "_stop_events", "on", "since")
 
     def __init__(self, room: int = _ROOM) -> None:
         self.on = False
+        self.since = 0
         self._room = room
         self._every = 1
         self._spans: list[Span] = []
@@ -66,7 +68,8 @@ class Tracing:
         """
         if self.on:
             raise TaskGraphError("somebody else traces this node at the moment")
-        self._spans, self._dropped, self._every = [], 0, every
+        self._spans.clear()
+        self._dropped, self._every, self.since = 0, every, clock()
         if events is not None:
             self._stop_events = events.listen(self._on_event)
         self.on = True
@@ -74,7 +77,7 @@ class Tracing:
     def stop(self) -> None:
         """Stops, and drops the spans that were not fetched."""
         self.on = False
-        self._spans = []
+        self._spans.clear()
         if self._stop_events is not None:
             self._stop_events()
             self._stop_events = None
@@ -103,7 +106,7 @@ class Tracing:
         term: int,
         size: int,
     ) -> None:
-        """Keeps one span, or one moment, which ends when it begins.
+        """Keeps one span, or one moment, which ends when it begins. Any thread may call it.
 
         Args:
             kind: the kind of the span, e.g. "pull".
@@ -127,8 +130,9 @@ class Tracing:
 
     def fetch(self) -> tuple[list[Span], int]:
         """Takes the spans since the last fetch, in the order they ended. Also returns how many did not fit."""
-        spans, lost = self._spans, self._dropped
-        self._spans, self._dropped = [], 0
+        spans, lost = self._spans[:], self._dropped
+        del self._spans[: len(spans)]  # another thread may have added one meanwhile
+        self._dropped = 0
         return spans, lost
 
     def _on_event(self, event: Event) -> None:

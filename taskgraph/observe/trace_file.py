@@ -1,9 +1,10 @@
 """A trace as a file that Perfetto and chrome://tracing open: Chrome's trace-event format, written span by span.
 
-A process of the file is a node. Its tracks are its tasks, and beside each task its pulls, its reports, its offers to
-backups and the boundaries that a backup holds; then the leader's writes and the node's events. Viewers draw spans of
-one track within each other, so spans that overlap without nesting, and epochs that are in flight together, get
-another track of the same name. Arrows lead from the put of an item to the end of its pull.
+A process of the file is a node. The tracks of a task graph's node are its tasks, and beside each task its pulls, its
+reports, its offers to backups and the boundaries that a backup holds; then the leader's writes and the node's events. A
+worker of an elastic job has a track for its user code, and others for messages, views, copies of the state and
+checkpoints. Viewers draw spans of one track within each other, so spans that overlap without nesting, and epochs that
+are in flight together, get another track of the same name. Arrows lead from the put of an item to the end of its pull.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ _BESIDE = {
     "hold": "held for its primary",
 }
 """Kinds of spans that have a track of their own beside their task's, on which no span is drawn within another."""
+_WORKER = {
+    **dict.fromkeys(("step", "part", "add", "wait for", "total", "loop"), "user code"),
+    "send": "messages",
+    "view": "views",
+    "copy": "copies of the state",
+    "checkpoint": "checkpoints",
+}
+"""Kinds of spans of a worker of an elastic job, and their tracks. The name of such a span is its label."""
+_COMMON = ("events", "leader", *dict.fromkeys(_WORKER.values()))
 _ORDER = ("", *dict.fromkeys(_BESIDE.values()))
 _LOOK_BACK = 16
 """The number of last spans of a row that a new one is compared with: earlier spans ended long ago."""
@@ -44,7 +54,7 @@ _ROWS = 500
 _FIRST_SPARE = 1 << 30
 
 Track = tuple[str, int, str]
-"""("task" | "leader" | "events", task, which of the task's tracks)."""
+"""("task" | one of `_COMMON`, task, which of the task's tracks)."""
 
 
 class TraceFile:
@@ -62,7 +72,7 @@ class TraceFile:
         self._nodes = 0
         self._between = b"\n"
         self.last = -1
-        """The last epoch that a commit was written of."""
+        """The last epoch that a commit was written of, or the last step that a worker has ended."""
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
     def node(self, name: str, labels: str, ahead_ns: int, spans: Iterable[Span]) -> int:
@@ -100,7 +110,7 @@ class TraceFile:
             self._put(event | {"ph": "i", "s": "p", "args": _arguments(category, span)})
             return
         self._put(event | {"ph": "X", "dur": max(0, end - begin) / 1000, "args": _arguments(category, span)})
-        if kind == "commit":
+        if kind in ("commit", "step"):
             self.last = max(self.last, epoch)
         arrow = event | {"name": "item", "cat": "item"}
         if kind == "put":
@@ -159,7 +169,7 @@ class _Tracks:
 
     def _row(self, track: Track, slot: int, span: Span) -> int:
         begin, end = span[3:5]
-        flat = track[0] == "leader" or track[2] != ""
+        flat = track[0] in ("leader", "messages") or track[2] != ""
         rows = self._rows.setdefault((track, slot), [])
         for row in rows:
             if row.take_if_fits(begin, end, flat=flat):
@@ -176,7 +186,7 @@ class _Tracks:
             self._spare += 1
             return self._spare, part
         if what != "task":
-            return 1_000_000 + ("events", "leader").index(what) * _ROWS + part, part
+            return 1_000_000 + _COMMON.index(what) * _ROWS + part, part
         return 2_000_000 + ((task + 1) * len(_ORDER) + _ORDER.index(which)) * _ROWS + part, part
 
 
@@ -209,14 +219,16 @@ class _Row:
 def _track(kind: str, task: int) -> Track:
     if kind == "event":
         return ("events", -1, "")
+    if kind in _WORKER:
+        return (_WORKER[kind], -1, "")
     return ("leader", -1, "") if kind in _LEADER else ("task", task, _BESIDE.get(kind, ""))
 
 
 def _label(kind: str, name: str) -> tuple[str, str]:
     """Returns (text, category) of a span."""
+    if kind == "event" or kind in _WORKER:
+        return name, kind
     match kind:
-        case "event":
-            return name, kind
         case "code":
             return name, "hook" if name in _HOOKS else "handler" if name.startswith("handler ") else "processor"
         case "put" | "pull":
@@ -234,7 +246,9 @@ def _arguments(category: str, span: Span) -> dict[str, Any]:
     """Returns the details that a viewer shows of a span: those that its kind has."""
     kind, name, peer, _, _, task, epoch, attempt, term, size = span
     args: dict[str, Any] = {}
-    if epoch >= 0:
+    if kind in _WORKER and epoch >= 0:
+        args |= {"step": epoch, "view": attempt}
+    elif epoch >= 0:
         args |= {"epoch": epoch, "attempt": attempt}
     if task >= 0:
         args["task"] = task

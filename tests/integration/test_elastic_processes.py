@@ -100,14 +100,35 @@ async def test_frozen_worker_enters_again(cli: Cli, calm: Any) -> None:
     await cli.nothing_left()
 
 
+async def test_trace_shows_steps_and_a_death(cli: Cli) -> None:
+    run = await at_gate(cli, 2)
+    tracing = await cli.start("trace", "fit", "--steps", "8", "-o", "t.json")
+    await tracing.until("tracing steps 6 to 13 on 2 nodes")
+    assert (await cli("kill", "fit", "--node", "n2")).code == 0
+    cli.open()
+    done = await tracing.done()
+    assert done.code == 0 and "t.json: steps 6 to 13, of job fit: " in done.out, done.err
+    assert "missing: node n2: what it did from step 5 on: " in done.err
+    assert (await run.done(60.0)).code == 0
+    whole = json.loads((cli.cwd / "t.json").read_text())
+    about, events = whole["otherData"], whole["traceEvents"]
+    assert (about["first_step"], about["last_step"]) == (6, 13)
+    spans = [e for e in events if e["ph"] == "X"]
+    steps = {
+        name: {s["args"]["step"] for s in spans if s["name"] == name} for name in ("part 7", "your code", "step 9")
+    }
+    assert steps == {"part 7": {*range(6, 14)}, "your code": {*range(6, 14)}, "step 9": {9}}
+    (change,) = [s for s in spans if s["name"] == "change to view 1: n1"]
+    assert any(e["ph"] == "i" and e["name"] == "lost" and e["ts"] < change["ts"] for e in events)
+    await cli.nothing_left()
+
+
 async def test_commands_that_look(cli: Cli) -> None:
     run = await at_gate(cli, 2)
     status = await cli("status", "fit")
     assert status.out.splitlines()[-1].startswith("more: --json; logs:"), status.out
     refused = await cli("status", "fit", "--tasks")
     assert refused.code == 2 and "the workers of an elastic job have no tasks" in refused.err
-    refused = await cli("trace", "fit", "--output", str(cli.root / "trace.json"))
-    assert refused.code == 2 and "fit is an elastic job, which has no epochs to trace" in refused.err
     refused = await cli("kill", "fit", "--task", "0")
     assert refused.code == 2 and "give --node NAME" in refused.err
     cli.open()
