@@ -6,16 +6,21 @@ Only the disk is simulated; the code above `checkpoint.places.Place` is real.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TypeVar
+from unittest import mock
 
 from taskgraph.checkpoint.places import Bytes
+from taskgraph.checkpoint.store import Store
+from taskgraph.launch import resuming
 from taskgraph.testing.simulate.loop import own_time
 from taskgraph.testing.simulate.threads import FunctionTiming, InlineThreads
 
-__all__ = ["FileThreads", "NodePlace", "SimPlace"]
+__all__ = ["FileThreads", "NodePlace", "SimPlace", "launcher_uses"]
 
 R = TypeVar("R")
 
@@ -192,3 +197,15 @@ class FileThreads(InlineThreads):
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         self._compute_s = self._place.delay_s()
         return super().run(function)
+
+
+@contextlib.contextmanager
+def launcher_uses(place: SimPlace, rng: random.Random, timing: FunctionTiming | None) -> Iterator[None]:
+    """Lets the launcher use the simulated disk, with delays as for nodes."""
+    own = place.for_node("launcher")
+    threads = FileThreads(rng, own, timing, lambda: 0.0)
+    with (
+        mock.patch.object(resuming, "Store", partial(Store, place=own)),
+        mock.patch.object(resuming, "PooledThreads", lambda name, limit: threads),
+    ):
+        yield

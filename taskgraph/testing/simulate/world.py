@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
-from unittest import mock
 
 import taskgraph as tg
 from taskgraph.checkpoint.manifest import Name, Origin
 from taskgraph.checkpoint.store import Store
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskGraphError, Unavailable
-from taskgraph.launch import resuming
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.submit import StartPoint, submit
@@ -38,7 +35,7 @@ from taskgraph.testing.simulate.invariants import Invariants, kind_of
 from taskgraph.testing.simulate.loop import Process, SimLoop, outside
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.testing.simulate.pace import Pace
-from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace
+from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace, launcher_uses
 from taskgraph.testing.simulate.runs import Runs, Violation
 from taskgraph.testing.simulate.threads import InlineThreads
 from taskgraph.testing.simulate.transcript import Transcript
@@ -206,7 +203,7 @@ class World:
         """
         made = self._submitted_run = self._create_run(run, workload)
         spec = dataclasses.replace(made.spec, expected_nodes=nodes)
-        with self._launcher_uses_simulated_disk():
+        with launcher_uses(self.place, random.Random(self._keeps.getrandbits(64)), self.pace.timing):
             try:
                 spec, beginning = await self._plan(spec, resume=resume)
             except CheckpointError as error:  # no checkpoint is usable: begin anew
@@ -233,17 +230,6 @@ class World:
                 return await plan(self.launcher, spec, resume=resume, fresh=not resume)
             except Unavailable:
                 await asyncio.sleep(0.1)
-
-    @contextlib.contextmanager
-    def _launcher_uses_simulated_disk(self) -> Iterator[None]:
-        """Lets the launcher use the simulated disk, with delays as for nodes."""
-        place = self.place.for_node("launcher")
-        threads = FileThreads(random.Random(self._keeps.getrandbits(64)), place, self.pace.timing, lambda: 0.0)
-        with (
-            mock.patch.object(resuming, "Store", partial(Store, place=place)),
-            mock.patch.object(resuming, "PooledThreads", lambda name, limit: threads),
-        ):
-            yield
 
     # -- life -------------------------------------------------------------------------------------
 

@@ -74,6 +74,8 @@ async def _run(outcome: Outcome) -> None:
     if outcome.seed % 5 in (1, 3):
         workload.checkpoint_every_s = keeps.choice((0.05, 0.3, 1.0))
     pace = Pace.draw(outcome.seed, own_time)
+    again = random.Random(f"again {outcome.seed}")
+    resumed = outcome.seed % 10 == 1  # all machines go at a time, and others go on from the checkpoint
     world = ElasticWorld(workload, settings, rng, pace, keeps)
     nodes = rng.choice((1, 2, 2, 3, 3, 4))
     outcome.transcript = world.transcript
@@ -93,6 +95,9 @@ async def _run(outcome: Outcome) -> None:
     logger.propagate = False
     try:
         await world.start(nodes)
+        if resumed and await _run_until_checkpoint(world, again.choice((1, 2, 3)), again.choice((0.0, 0.05, 0.5))):
+            outcome.described += ", resumed"
+            await world.start_again(again.choice((1, 2, 3, 4)))
         outcome.ended = await _wait_for_end(world, faults)
     except Violation as error:
         outcome.problem = str(error)
@@ -104,6 +109,21 @@ async def _run(outcome: Outcome) -> None:
         logger.removeHandler(errors)
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+async def _run_until_checkpoint(world: ElasticWorld, checkpoints: int, late_s: float) -> bool:
+    """Waits until the job has pointed to this number of checkpoints, and for a time. Returns False if it has ended."""
+    seen = set[int]()
+    while world.existing() and len(seen) < checkpoints:
+        if world.failed.done():
+            world.failed.result()
+        if world.view.checkpoint is not None:
+            seen.add(world.view.checkpoint.mod_revision)
+        if not world.view.running:
+            return False
+        await asyncio.sleep(0.002)
+    await asyncio.sleep(late_s)
+    return world.view.running
 
 
 async def _wait_for_end(world: ElasticWorld, faults: ElasticFaults) -> str:

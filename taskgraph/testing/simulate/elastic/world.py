@@ -6,17 +6,19 @@ import asyncio
 import dataclasses
 import json
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import taskgraph as tg
 from taskgraph.checkpoint.manifest import Origin
 from taskgraph.checkpoint.store import Store
 from taskgraph.driver.spec import JobSpec
 from taskgraph.elastic_jobs.node import ElasticNode
-from taskgraph.errors import CheckpointError, TaskGraphError
+from taskgraph.errors import CheckpointError, TaskGraphError, Unavailable
 from taskgraph.graph.values import decode
 from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.submit import submit
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import TaskResult
@@ -34,12 +36,14 @@ from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.loop import Process, SimLoop
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.testing.simulate.pace import Pace
-from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace
+from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace, launcher_uses
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
 from taskgraph.testing.simulate.world import Moment
 
 __all__ = ["ElasticProcess", "ElasticWorld"]
+
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(eq=False)
@@ -133,6 +137,30 @@ class ElasticWorld:
         await submit(self.launcher, self.spec)
         for _ in range(nodes):
             self.add()
+
+    async def start_again(self, nodes: int) -> None:
+        """Kills all nodes, ends the job, and runs it again from its newest checkpoint, on another number of nodes."""
+        for known in self.existing():
+            self.kill(known, host=False)
+        ended = StatusRecord(state=State.FAILED, reason="shut down")
+        self.etcd.store.execute(Txn(success=(Put(self.keys.status, ended.to_bytes()),)))
+        spec = dataclasses.replace(self.spec, run="again", expected_nodes=nodes)
+        with launcher_uses(self.place, random.Random(self._keeps.getrandbits(64)), self.pace.timing):
+            self.spec, beginning = await self._retried(partial(plan, self.launcher, spec, resume=True))
+        await self._retried(partial(begin, self.launcher, self.spec, beginning))
+        position = beginning.epoch.epoch
+        self.transcript.add("launcher", "resume", f"{nodes} nodes go on after {position} totals")
+        self.checks.returned(position)
+        for _ in range(nodes):
+            self.add()
+
+    async def _retried(self, call: Callable[[], Awaitable[R]]) -> R:
+        """Calls the launcher's part until etcd is there."""
+        while True:
+            try:
+                return await call()
+            except Unavailable:
+                await asyncio.sleep(0.1)
 
     def add(self, name: str = "") -> ElasticProcess:
         """Starts a node: a new one, or a new process of an existing name."""
