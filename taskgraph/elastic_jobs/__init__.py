@@ -1,22 +1,37 @@
 """Elastic jobs: a user's loop on workers that come and go, with the bits of a run without failures.
 
-    job        `@tg.elastic`: a function of a run, as a job
-    run        what user code gets: the run
-    steps      its steps
-    parts      their parts, and the rounds in which they are summed
-    gradients  PyTorch's gradients, from the parts to the parameters
-    modules    buffers and modes of PyTorch's modules in the part loop
-    state      what later steps rest on: captured, and loaded in place
-    rows       which rows each step and part has
-    data       the rows of a dataset or a DataLoader
-    sums       trees of arrays as flat sums that can be added and sent
-    seeding    the seeds of random, numpy and PyTorch
-    watching   what a test sees of user code
-    engine     carries out what the core (`taskgraph.protocol.elastic`) decides: sums, messages, answers to user code
-    outbox     messages to one worker, in order
-    silence    asks workers that reach etcd whether they reach this one
-    values     the values of the workers, compared at the end
-    node       a node of an elastic job: registers, follows the view, proposes views
+What user code calls, in its thread:
+
+    job            `@tg.elastic`: a function of a run, as a job
+    run            what user code gets: the run
+    steps, rows    the steps, and which rows each step and part has
+    data           the rows of a dataset or a DataLoader
+    parts          the parts of a step, and the rounds in which they are summed
+    sums, adding   trees of arrays as flat sums; their sums along the tree
+    gradients      PyTorch's gradients, from the parts to the parameters
+    modules        buffers and modes of PyTorch's modules in the part loop
+    state          what later steps rest on: captured, and loaded in place
+    seeding        the seeds of random, numpy and PyTorch
+    libraries      the array libraries that are imported
+    progress       where user code is; pieces that one worker computes for all; `watching`: what a test sees of it
+    groups         collectives for loops of another shape
+    usercall       one call of the function: between its thread and the loop
+
+One worker, on the event loop:
+
+    node           its parts, its user code and its end
+    following      the views in etcd: it begins, proposes the next one, goes on alone
+    joining        how a newcomer enters the view; `leaving`: how a draining worker leaves
+    engine         what the core (`taskgraph.protocol.elastic`) decides: sums, messages, answers to user code
+    outbox         messages to one worker, in order
+    serving        answers to other workers and newcomers
+    silence        asks workers that reach etcd whether they reach this one
+    differing      workers whose state or user code differs
+    checkpoints    the state, in files
+    reports        numbers of steps, once these are stable
+    values         the values of the workers, compared at the end
+    together       sums by PyTorch's communicators (`process_groups`)
+    tracing        spans for `taskgraph trace`
 
 It stands on coordination, transport and the node's own parts (`node.core`, `node.membership`). It does not know how
 nodes are started.

@@ -8,7 +8,7 @@ from taskgraph.elastic_jobs.tracing import WorkerTrace
 from taskgraph.errors import CoordinationError, JobError, LeaseGone
 from taskgraph.node.life import NodeLife
 from taskgraph.node.usercode.errors import UserCodeError
-from taskgraph.protocol.kv import Txn
+from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.messages import StateCopy, StateDigests
 
 __all__ = ["WorkerNode"]
@@ -29,12 +29,24 @@ class WorkerNode(NodeLife):
     lineage: int
     trace: WorkerTrace
 
+    def look_again(self) -> None:
+        """The view of the job, or which nodes are suspected, has changed."""
+        raise NotImplementedError
+
+    def begin_anew(self) -> None:
+        """Forgets the state: this worker begins outside, and copies it."""
+        raise NotImplementedError
+
     def copy_anew(self) -> None:
         """Begins anew, outside: the workers do not keep the totals that this newcomer lacks."""
         raise NotImplementedError
 
     def has_begun(self) -> bool:
         """True once user code may compute."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Lets user code begin with nothing."""
         raise NotImplementedError
 
     def begin_with(self, copy: StateCopy, lineage: int) -> None:
@@ -50,8 +62,8 @@ class WorkerNode(NodeLife):
         """The digests of the state at the last step that was checked."""
         raise NotImplementedError
 
-    async def fail_by(self, error: UserCodeError | JobError) -> None:
-        """Fails the job, unless this node is taken for lost."""
+    async def fail_by(self, error: UserCodeError | JobError, *fences: Compare) -> None:
+        """Fails the job, unless this node is taken for lost, or one of the fences does not hold."""
         raise NotImplementedError
 
     async def put_view(self, txn: Txn, writer: str) -> int | None:

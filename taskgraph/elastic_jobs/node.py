@@ -2,23 +2,21 @@
 
     load the job ──► register ──► first view, or enter ──► user code and engine ──► the value is put ──► leave
 
-The node's lease, its key and the loss of other nodes are those of task graphs (`node.membership`). What is left is to
-propose views: without workers that are lost.
+The node's lease, its key and the loss of other nodes are those of task graphs (`node.membership`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from typing import Any, Unpack
 
 from taskgraph.checkpoint.places import Place
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.differing import Differences
 from taskgraph.elastic_jobs.engine import Engine
+from taskgraph.elastic_jobs.following import ViewFollower
 from taskgraph.elastic_jobs.interface import WorkerNode
-from taskgraph.elastic_jobs.joining import Joining
 from taskgraph.elastic_jobs.leaving import Leaving
 from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.run import Run
@@ -38,8 +36,6 @@ from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.elastic import transactions
-from taskgraph.protocol.elastic.succession import first_view, lone_view, must_go_on_alone, next_view
-from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Phase, Worker
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
@@ -47,7 +43,6 @@ from taskgraph.protocol.messages import (
     StateCopy,
     StateDigests,
 )
-from taskgraph.protocol.records import name_of
 
 __all__ = ["ElasticNode"]
 
@@ -64,28 +59,26 @@ class ElasticNode(WorkerNode):
         self.leaving_state = self.draining_state = Leaving(self)
         self.checkpoints = Checkpoints(self, place)
         self.suspicion = Suspicion(
-            self, self._workers, unproved=lambda: self.registration.unproved, changed=self._changed
+            self, lambda: self.views.workers, unproved=lambda: self.registration.unproved, changed=self.look_again
         )
         self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.suspicion.update)
-        self.silence = Silence(self, self.suspicion.detector, self._changed)
-        self.differences = Differences(self, self._changed)
+        self.silence = Silence(self, self.suspicion.detector, self.look_again)
+        self.differences = Differences(self, self.look_again)
+        self.views = ViewFollower(self, self.differences, self.checkpoints, self._renewed_in)
         self.reports = StableReports(self._report_counts)
         self.values = Values(self)
-        self._joining: asyncio.Task[None] | None = None
         self._together: Together | None = None
         self.lineage = 0
-        self._outside_since = -1  # the number of the view that excluded this worker
         self._begin_anew()
-        self._wake = asyncio.Event()
         self._drains = False  # some node of the job drains
-        self.serving = Serving(self, lambda: self.call, self._wake.set)
-        self._stop_following = self.keeper.on_change(self._changed)
+        self.serving = Serving(self, lambda: self.call, self.views.wake.set)
+        self._stop_following = self.keeper.on_change(self.look_again)
 
     # -- life -------------------------------------------------------------------------------------
 
     def services(self) -> dict[str, Coroutine[Any, Any, None]]:
         return {
-            "views": self._follow(),
+            "views": self.views.run(),
             "user code": self._work(),
             "checkpoints": self.checkpoints.run(),
             "silence": self.silence.run(),
@@ -107,13 +100,22 @@ class ElasticNode(WorkerNode):
             refused=self.suspicion.call_refused,
             stable=self._note_stable,
             differ=self.differences.found,
-            excluded=self._excluded,
+            excluded=self.views.excluded,
             together=self._together,
         )
         self.call = UserCall(self, self.engine, self._call_function)
-        if self._joining is not None:
-            self._joining.cancel()
-        self._joining = None
+        self.views.stop_joining()
+
+    def begin_anew(self) -> None:
+        self.call.stop()
+        self._begin_anew()
+        self.views.wake.set()
+
+    def copy_anew(self) -> None:
+        kept = f"{self.settings.max_totals_bytes / 2**20:.4g} MiB"
+        text = f"{self.name} fell behind: workers keep {kept} of totals for newcomers (max_totals_bytes)"
+        self.events.emit("behind", f"{text}. It copies the state again")
+        self.begin_anew()
 
     def _made_together(self) -> Together | None:
         """Makes what sums by the job's communicator, in a process of its own."""
@@ -121,23 +123,19 @@ class ElasticNode(WorkerNode):
         if elastic is None or not elastic.communicator or not self.own_process:
             return None
         name = elastic.communicator
-        return Together(self, name, fail=self.fail_by, send=self._send_key, changed=self._changed)
+        return Together(self, name, fail=self.fail_by, send=self._send_key, changed=self.look_again)
 
     def _send_key(self, view: int, key: str, value: bytes) -> None:
         self.engine.send_key(view, key, value)
+
+    def _renewed_in(self) -> int:
+        return -1 if self._together is None else self._together.renewed_in
 
     def _close_group(self) -> None:
         if self._together is not None:
             self._together.close()
 
-    def _workers(self) -> tuple[str, ...]:
-        known = self.keeper.view.workers
-        return () if known is None else tuple(worker for worker, _ in known.record.workers)
-
-    # -- views ------------------------------------------------------------------------------------
-
-    def _changed(self) -> None:
-        """The view of the job, or which nodes are suspected, has changed."""
+    def look_again(self) -> None:
         if not self.running:
             return
         self.suspicion.update()
@@ -147,164 +145,12 @@ class ElasticNode(WorkerNode):
         workers = () if view.workers is None else (worker for worker, _ in view.workers.record.workers)
         self.engine.drop_newcomers({*view.nodes, *workers})
         self._drains = any(known.record.draining for known in view.nodes.values())
-        self._wake.set()
+        self.views.wake.set()
 
     def _note_stable(self, positions: int) -> None:
         self.reports.note_stable(positions)
         if self._drains:
-            self._wake.set()  # a worker may leave now
-
-    async def _follow(self) -> None:
-        """Follows the views in etcd, and proposes the next one."""
-        asyncio.get_running_loop().call_later(self.settings.start_wait_s, self._wake.set)
-        self._changed()
-        while True:
-            self._wake.clear()
-            if self.keeper.view.workers is not None:
-                await self._read_view(View.of(self.keeper.view.workers.record))
-            if not self.paused and self.keeper.view.running:
-                if self._must_go_on_alone():
-                    await self._go_on_alone()
-                    continue
-                if (proposed := self._proposal()) is not None:
-                    await self._propose(proposed)
-                    continue
-            await self._wake.wait()
-
-    async def _read_view(self, view: View) -> None:
-        """Follows a view: begins, joins, or goes on."""
-        core = self.engine.core
-        if view.number < self._outside_since:
-            return  # a message brought the one that excludes this worker
-        self.differences.read_view(view)
-        if core.phase == Phase.OUTSIDE and self.call.begun and self.lineage != view.lineage:
-            self.call.stop()  # others returned: the totals that this newcomer has may be undone
-            self._begin_anew()
-            core = self.engine.core
-        if not self.call.begun and view.since(self.id) == view.lineage:
-            await self._begin_in_first_view(view)
-        elif core.phase == Phase.OUTSIDE and self._joining is None and view.since(self.id) is None:
-            self._joining = self.own(Joining(self).run(), "join")
-        self.engine.read_view(view)
-
-    def _excluded(self) -> None:
-        """This worker has read a view without itself."""
-        assert self.engine.core.view is not None
-        self._outside_since = self.engine.core.view.number
-        if not self.draining:
-            self.events.emit("excluded", f"{self.name} was taken for lost: it copies the state, and enters again")
-            self._restart()
-
-    def copy_anew(self) -> None:
-        kept = f"{self.settings.max_totals_bytes / 2**20:.4g} MiB"
-        text = f"{self.name} fell behind: workers keep {kept} of totals for newcomers (max_totals_bytes)"
-        self.events.emit("behind", f"{text}. It copies the state again")
-        self._restart()
-
-    def _restart(self) -> None:
-        """Forgets the state: this worker copies it anew."""
-        self.call.stop()
-        self._begin_anew()
-        self._wake.set()
-
-    async def _begin_in_first_view(self, view: View) -> None:
-        """Begins as a worker of the first view, which this node may not have read, from the checkpoint if any."""
-        core = self.engine.core
-        copy = await self.checkpoints.read()
-        if copy is None:
-            self.call.begin()
-        else:
-            self.begin_with(copy, view.lineage)
-        core.whole = True
-        core.enter(view.lineage)
-
-    def _proposal(self) -> View | None:
-        job = self.keeper.view
-        if job.workers is None:
-            waits = self.now() < self.started_at + self.settings.start_wait_s
-            expected = self.spec.expected_nodes - len(job.gone) if waits else 1
-            return first_view(job, self.id, run=self.spec.run, fewest=max(self.job.min_nodes, expected))
-        missed = self.suspects | self.engine.behind
-        outvoted = self.differences.outvoted
-        again = -1 if self._together is None else self._together.renewed_in
-        core = self.engine.core
-        return next_view(job, self.id, core, gone=self.gone, suspects=missed, outvoted=outvoted, again=again)
-
-    async def _propose(self, view: View) -> None:
-        job, before, writer = self.keeper.view, self._workers(), self.writer()
-        txn = transactions.propose(job, view, node=self.id, node_revision=self.node_revision, writer=writer)
-        mark = self.trace.begin(of_step=False)
-        revision = await self.put_view(txn, writer)
-        self.trace.keep(mark, "view", f"puts view {view.number}" + ("" if revision else ", refused"))
-        if revision is None:
-            await self.short_pause()
-            return
-        self._emit_losses(before, view)
-        await self.keeper.wait_for_revision(revision)
-
-    def _emit_losses(self, before: Iterable[str], view: View) -> None:
-        """Emits which workers this node excluded, unless their death or departure is known."""
-        job = self.keeper.view
-        for worker in before:
-            if worker not in view.workers and worker not in job.nodes and worker not in job.gone:
-                text = f"{name_of(worker)} does not answer: its lease ended (the node is frozen or cut off)"
-                self.events.emit("lost", text, fields={"lost": worker})
-
-    def _must_go_on_alone(self) -> bool:
-        if self.draining and self.engine.core.phase == Phase.OUTSIDE:
-            return False
-        return must_go_on_alone(
-            self.keeper.view,
-            self.id,
-            self.engine.core,
-            gone=self.gone,
-            excluded_by=self._outside_since,
-            none_whole_in=self.engine.none_whole_in,
-        )
-
-    async def _go_on_alone(self) -> None:
-        """Begins a lineage: from the totals that this newcomer has, or from the checkpoint.
-
-        The totals of a newcomer are stable, so nothing that was given out is undone, unless the checkpoint is newer.
-        """
-        job, core = self.keeper.view, self.engine.core
-        saved = job.checkpoint.record.epoch if job.checkpoint is not None else -1
-        if not self.call.begun and saved < 0:
-            await self._fail_without_state()
-            return
-        if self.call.begun and saved > core.position:
-            self.call.stop()
-            self._begin_anew()
-            core = self.engine.core
-        if self._joining is not None:
-            self._joining.cancel()  # no donor is left
-            self._joining = None
-        view, writer = lone_view(job, self.id), self.writer()
-        gone = sorted({*self._workers()} & self.gone)
-        txn = transactions.return_alone(job, view, gone, node=self.id, node_revision=self.node_revision, writer=writer)
-        revision = await self.put_view(txn, writer)
-        if revision is None:
-            await self.short_pause()
-            return
-        since = core.position if self.call.begun else saved
-        text = f"all other workers are gone: {self.name} goes on alone after {since} sums"
-        self.events.emit("returned", text)
-        if self.call.begun:
-            core.whole = True
-            core.enter(view.number)
-            self.lineage = view.number
-        await self.keeper.wait_for_revision(revision)
-
-    async def _fail_without_state(self) -> None:
-        job = self.keeper.view
-        assert job.workers is not None
-        error = JobError(
-            "no worker is left that holds the state, and there is no checkpoint: start more workers, so that one "
-            "of them lives, or give the job a checkpoint (@tg.elastic(checkpoint='file:///...'))"
-        )
-        no_checkpoint = Compare(job.keys.checkpoint, 0)  # the last worker may have written one just before its end
-        fences = (Compare(job.keys.workers, job.workers.mod_revision), no_checkpoint, self._own_key())
-        await self.fail_with(error, None, None, fences, "")
+            self.views.wake.set()  # a worker may leave now
 
     # -- user code --------------------------------------------------------------------------------
 
@@ -338,6 +184,9 @@ class ElasticNode(WorkerNode):
     def has_begun(self) -> bool:
         return self.call.begun
 
+    def begin(self) -> None:
+        self.call.begin()
+
     def begin_with(self, copy: StateCopy, lineage: int) -> None:
         self.lineage = lineage
         self.reports.continue_from(copy.reports, copy.step)
@@ -355,8 +204,8 @@ class ElasticNode(WorkerNode):
         assert self.job.elastic is not None
         await self.fail_by(UserCodeError(self.job.elastic.function.__name__, error))
 
-    async def fail_by(self, error: UserCodeError | JobError) -> None:
-        await self.fail_with(error, None, None, (self._own_key(),), "")
+    async def fail_by(self, error: UserCodeError | JobError, *fences: Compare) -> None:
+        await self.fail_with(error, None, None, (*fences, self._own_key()), "")
 
     def _own_key(self) -> Compare:
         return Compare(self.keeper.view.keys.node(self.id), self.node_revision)

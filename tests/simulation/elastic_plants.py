@@ -15,10 +15,10 @@ import pytest
 from msgspec import structs
 
 from taskgraph.elastic_jobs import adding as adding_module
-from taskgraph.elastic_jobs import node as node_module
+from taskgraph.elastic_jobs import following
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.engine import Engine
-from taskgraph.elastic_jobs.node import ElasticNode
+from taskgraph.elastic_jobs.following import ViewFollower
 from taskgraph.elastic_jobs.outbox import Outbox
 from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.sums import Sums
@@ -247,14 +247,15 @@ def a_newcomer_begins_one_step_later_than_its_state(patch: pytest.MonkeyPatch) -
 
 @plant
 def a_newcomer_returns_while_workers_live(patch: pytest.MonkeyPatch) -> None:
-    def must_return(must: Callable[..., bool], self: ElasticNode) -> bool:
-        gone, self.gone = self.gone, self.gone | self.suspects
+    def must_return(must: Callable[..., bool], self: ViewFollower) -> bool:
+        node = self._node
+        gone, node.gone = node.gone, node.gone | node.suspects
         try:
             return must(self)
         finally:
-            self.gone = gone
+            node.gone = gone
 
-    _changed(patch, ElasticNode, "_must_go_on_alone", must_return)
+    _changed(patch, ViewFollower, "_must_go_on_alone", must_return)
     _changed(patch, transactions, "return_alone", lambda put, job, view, gone, **how: put(job, view, (), **how))
 
 
@@ -297,14 +298,14 @@ def a_return_begins_at_the_first_step(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def an_excluded_worker_goes_on_with_its_state(patch: pytest.MonkeyPatch) -> None:
-    def excluded(_: Callable[..., None], self: ElasticNode) -> None:
-        view = self.engine.core.view
-        assert view is not None
-        self.engine.core.enter(view.number + 1)
+    def excluded(_: Callable[..., None], self: ViewFollower) -> None:
+        core = self._node.engine.core
+        assert core.view is not None
+        core.enter(core.view.number + 1)
 
-    _changed(patch, ElasticNode, "_excluded", excluded)
+    _changed(patch, ViewFollower, "excluded", excluded)
 
 
 @plant
 def a_worker_that_is_lost_stays_in_the_view(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(node_module, "next_view", lambda *_, **__: None)
+    patch.setattr(following, "next_view", lambda *_, **__: None)

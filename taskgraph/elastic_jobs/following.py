@@ -1,0 +1,199 @@
+"""Follows the views in etcd for one worker, and proposes the next one.
+
+    a view is read ──► begin in the first one, enter, stop and report (`protocol.elastic.worker`)
+    a loss, a drain, a difference ──► the next view (`protocol.elastic.succession`) ──► one transaction
+
+A newcomer proposes the view with itself (`joining`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from taskgraph.elastic_jobs.checkpoints import Checkpoints
+from taskgraph.elastic_jobs.differing import Differences
+from taskgraph.elastic_jobs.interface import WorkerNode
+from taskgraph.elastic_jobs.joining import Joining
+from taskgraph.errors import JobError
+from taskgraph.protocol.elastic import transactions
+from taskgraph.protocol.elastic.succession import first_view, lone_view, must_go_on_alone, next_view
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.elastic.worker import Phase
+from taskgraph.protocol.kv import Compare
+from taskgraph.protocol.records import name_of
+
+__all__ = ["ViewFollower"]
+
+
+class ViewFollower:
+    """The views of one worker.
+
+    Args:
+        again: returns the number of a view whose workers are to try again, in another one; -1: none.
+
+    Attributes:
+        wake: set it when something has changed that the next view may depend on.
+    """
+
+    def __init__(
+        self, node: WorkerNode, differences: Differences, checkpoints: Checkpoints, again: Callable[[], int]
+    ) -> None:
+        self._node = node
+        self._differences = differences
+        self._checkpoints = checkpoints
+        self._again = again
+        self._joining: asyncio.Task[None] | None = None
+        self._outside_since = -1  # the number of the view that excluded this worker
+        self.wake = asyncio.Event()
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The workers of the newest view that was read from etcd."""
+        known = self._node.keeper.view.workers
+        return () if known is None else tuple(worker for worker, _ in known.record.workers)
+
+    def stop_joining(self) -> None:
+        if self._joining is not None:
+            self._joining.cancel()
+        self._joining = None
+
+    async def run(self) -> None:
+        """Follows the views until cancelled."""
+        node = self._node
+        asyncio.get_running_loop().call_later(node.settings.start_wait_s, self.wake.set)
+        node.look_again()
+        while True:
+            self.wake.clear()
+            if node.keeper.view.workers is not None:
+                await self._read(View.of(node.keeper.view.workers.record))
+            if not node.paused and node.keeper.view.running:
+                if self._must_go_on_alone():
+                    await self._go_on_alone()
+                    continue
+                if (proposed := self._proposal()) is not None:
+                    await self._propose(proposed)
+                    continue
+            await self.wake.wait()
+
+    # -- a view is read ---------------------------------------------------------------------------
+
+    async def _read(self, view: View) -> None:
+        """Begins, joins, or goes on."""
+        node = self._node
+        if view.number < self._outside_since:
+            return  # a message brought the one that excludes this worker
+        self._differences.read_view(view)
+        if node.engine.core.phase == Phase.OUTSIDE and node.has_begun() and node.lineage != view.lineage:
+            node.begin_anew()  # others returned: the totals that this newcomer has may be undone
+        if not node.has_begun() and view.since(node.id) == view.lineage:
+            await self._begin_in_first_view(view)
+        elif node.engine.core.phase == Phase.OUTSIDE and self._joining is None and view.since(node.id) is None:
+            self._joining = node.own(Joining(node).run(), "join")
+        node.engine.read_view(view)
+
+    async def _begin_in_first_view(self, view: View) -> None:
+        """Begins as a worker of the first view, which this node may not have read, from the checkpoint if any."""
+        node, core = self._node, self._node.engine.core
+        copy = await self._checkpoints.read()
+        if copy is None:
+            node.begin()
+        else:
+            node.begin_with(copy, view.lineage)
+        core.whole = True
+        core.enter(view.lineage)
+
+    def excluded(self) -> None:
+        """This worker has read a view without itself."""
+        node = self._node
+        assert node.engine.core.view is not None
+        self._outside_since = node.engine.core.view.number
+        if not node.draining:
+            node.events.emit("excluded", f"{node.name} was taken for lost: it copies the state, and enters again")
+            node.begin_anew()
+
+    # -- the next view ----------------------------------------------------------------------------
+
+    def _proposal(self) -> View | None:
+        node, job = self._node, self._node.keeper.view
+        if job.workers is None:
+            waits = node.now() < node.started_at + node.settings.start_wait_s
+            expected = node.spec.expected_nodes - len(job.gone) if waits else 1
+            return first_view(job, node.id, run=node.spec.run, fewest=max(node.job.min_nodes, expected))
+        missed, outvoted = node.suspects | node.engine.behind, self._differences.outvoted
+        core = node.engine.core
+        return next_view(job, node.id, core, gone=node.gone, suspects=missed, outvoted=outvoted, again=self._again())
+
+    async def _propose(self, view: View) -> None:
+        node = self._node
+        job, before, writer = node.keeper.view, self.workers, node.writer()
+        txn = transactions.propose(job, view, node=node.id, node_revision=node.node_revision, writer=writer)
+        revision = await node.put_view(txn, writer)
+        if revision is None:
+            await node.short_pause()
+            return
+        self._emit_losses(before, view)
+        await node.keeper.wait_for_revision(revision)
+
+    def _emit_losses(self, before: Iterable[str], view: View) -> None:
+        """Emits which workers this node excluded, unless their death or departure is known."""
+        job = self._node.keeper.view
+        for worker in before:
+            if worker not in view.workers and worker not in job.nodes and worker not in job.gone:
+                text = f"{name_of(worker)} does not answer: its lease ended (the node is frozen or cut off)"
+                self._node.events.emit("lost", text, fields={"lost": worker})
+
+    # -- no whole worker is left ------------------------------------------------------------------
+
+    def _must_go_on_alone(self) -> bool:
+        node = self._node
+        if node.draining and node.engine.core.phase == Phase.OUTSIDE:
+            return False
+        return must_go_on_alone(
+            node.keeper.view,
+            node.id,
+            node.engine.core,
+            gone=node.gone,
+            excluded_by=self._outside_since,
+            none_whole_in=node.engine.none_whole_in,
+        )
+
+    async def _go_on_alone(self) -> None:
+        """Begins a lineage: from the totals that this newcomer has, or from the checkpoint.
+
+        The totals of a newcomer are stable, so nothing that was given out is undone, unless the checkpoint is newer.
+        """
+        node, job = self._node, self._node.keeper.view
+        saved = job.checkpoint.record.epoch if job.checkpoint is not None else -1
+        if not node.has_begun() and saved < 0:
+            await self._fail_without_state()
+            return
+        if node.has_begun() and saved > node.engine.core.position:
+            node.begin_anew()
+        self.stop_joining()  # no donor is left
+        view, writer = lone_view(job, node.id), node.writer()
+        gone = sorted({*self.workers} & node.gone)
+        txn = transactions.return_alone(job, view, gone, node=node.id, node_revision=node.node_revision, writer=writer)
+        revision = await node.put_view(txn, writer)
+        if revision is None:
+            await node.short_pause()
+            return
+        core = node.engine.core
+        since = core.position if node.has_begun() else saved
+        text = f"all other workers are gone: {node.name} goes on alone after {since} sums"
+        node.events.emit("returned", text)
+        if node.has_begun():
+            core.whole = True
+            core.enter(view.number)
+            node.lineage = view.number
+        await node.keeper.wait_for_revision(revision)
+
+    async def _fail_without_state(self) -> None:
+        node, job = self._node, self._node.keeper.view
+        assert job.workers is not None
+        error = JobError(
+            "no worker is left that holds the state, and there is no checkpoint: start more workers, so that one "
+            "of them lives, or give the job a checkpoint (@tg.elastic(checkpoint='file:///...'))"
+        )
+        no_checkpoint = Compare(job.keys.checkpoint, 0)  # the last worker may have written one just before its end
+        await node.fail_by(error, Compare(job.keys.workers, job.workers.mod_revision), no_checkpoint)
