@@ -89,7 +89,7 @@ def fit(run: tg.Run, log: str, model: str = "0.27M", parts: int = 24, batch: int
 def add(run: tg.Run, log: str, n: int = 1, state_mib: int = 0, parts: int = 24, steps: int = 100) -> int:
     """Sums n float64 of each part; the state has so many MiB besides."""
     ones = np.ones(n)
-    state = run.state(w=np.zeros(n), ballast=np.zeros(state_mib << 17))
+    state = run.state(w=np.zeros(n), ballast=np.ones(state_mib << 17))
     with (Path(log) / f"{run.worker}.log").open("a", buffering=1) as out:
         for step in run.steps(rows=100 * parts, batch=parts, parts=parts):
             if step.number == steps:

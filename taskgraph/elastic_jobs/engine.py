@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.tracing import WorkerTrace
     from taskgraph.node.core import NodeCore
 
-__all__ = ["Engine", "chained"]
+__all__ = ["Engine", "Summed", "chained"]
 
 _AWAITED = {Phase.FLUSHING: "reports", Phase.LACKING: "totals", Phase.WORKING: "parts"}
 _PAGE_BYTES = 64 << 20
@@ -49,6 +49,18 @@ def chained(tag: bytes, total: Sums) -> bytes:
     for part, value in total.collected.items():
         digest.update(b"%d" % part + value.digest)
     return digest.digest()
+
+
+class Summed(NamedTuple):
+    """The total of a position, and parts of the next one that user code may begin at once, without asking.
+
+    Attributes:
+        of: the number of parts that the next position has to have for that.
+    """
+
+    total: Total
+    of: int
+    ahead: tuple[int, ...]
 
 
 class Engine:
@@ -157,19 +169,23 @@ class Engine:
     def ask(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
         """User code is at a position with this number of parts, and asks for some of them.
 
-        The answer is a list of parts, or the total of the position, which may not be added up.
+        The answer is a list of parts, or a `Summed`, whose total may not be added up.
         """
+        self._reach(position, parts, tag)
+        self._asked = position, answer
+        self._go()
+
+    def _reach(self, position: int, parts: int, tag: bytes) -> None:
         self.user_position = position
         if self._begun < position == self.core.position:
             self._begun = position
             self.core.begin(parts, tag)
-        self._asked = position, answer
-        self._go()
 
-    def computed(self, position: int, finished: Finished) -> None:
-        """User code has finished parts."""
+    def computed(self, position: int, parts: int, tag: bytes, finished: Finished) -> None:
+        """User code has finished parts of a position, which it may not have asked for."""
         if not self._node.running:
             return
+        self._reach(position, parts, tag)
         if position == self.core.position and self.core.phase != Phase.OUTSIDE:
             self._own |= finished.sums
             if finished.value is not None:
@@ -257,7 +273,8 @@ class Engine:
         elif position in self._first_parts:
             answer.set_result(self._first_parts.pop(position))
         elif position < self.core.position:
-            answer.set_result(self._totals[position])
+            ahead = self.core.parts_ahead() if position + 1 == self.core.position else (0, ())
+            answer.set_result(Summed(self._totals[position], *ahead))
         else:
             return False
         self._asked = None
@@ -302,6 +319,8 @@ class Engine:
             case actions.Holds(number, position):
                 self._send(number, HoldsTotals(number, position))
             case actions.Stable(position):
+                for outbox in self._outboxes.values():
+                    outbox.confirm(position)
                 self._drop_entered()
                 self._stable(position)
                 self._forget()

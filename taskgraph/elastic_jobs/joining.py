@@ -28,6 +28,7 @@ _BEHIND = 1
 _FOLLOW_S = 0.001
 """Pause between two requests for totals. It doubles while steps take longer."""
 _MOST_FOLLOW_S = 0.02
+"""Pause while steps take long, and while user code loads its state, which takes all time that it can get."""
 
 
 class Joining:
@@ -73,6 +74,7 @@ class Joining:
     async def _follow(self, donor: str) -> bool:
         """Follows the totals of a donor, and enters. Returns False if another donor must go on."""
         core, pause_s, mark = self._engine.core, _FOLLOW_S, self._node.trace.begin(of_step=False)
+        copied_at = core.position
         while self._node.keeper.view.running:
             page = cast("TotalsPage | None", await self._call(donor, FollowTotals(core.position, True)))
             if page is None:
@@ -85,7 +87,8 @@ class Joining:
             if page.stable - self._engine.user_position <= _BEHIND and await self._enter():
                 self._node.trace.keep(mark, "copy", f"follows the totals of {name_of(donor)}, and enters")
                 return True
-            pause_s = _FOLLOW_S if page.count else min(2 * pause_s, _MOST_FOLLOW_S)
+            loaded = self._engine.user_position >= copied_at
+            pause_s = _FOLLOW_S if page.count and loaded else min(2 * pause_s, _MOST_FOLLOW_S)
             await asyncio.sleep(pause_s)
         return True
 

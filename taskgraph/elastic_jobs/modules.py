@@ -56,7 +56,8 @@ class Modules:
             StepError: a buffer has another shape than before, or is no number.
         """
         for path, module in self._modules.items():
-            module.training = self._modes[path]
+            if module.training != self._modes[path]:  # to set an attribute of a module is slow
+                module.training = self._modes[path]
         changes: dict[str, torch.Tensor] = {}
         buffers = self._buffers()
         for name, before in self._before.items():

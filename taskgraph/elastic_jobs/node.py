@@ -149,6 +149,7 @@ class ElasticNode(WorkerNode):
 
     def _note_stable(self, positions: int) -> None:
         self.reports.note_stable(positions)
+        self.call.note_stable()
         if self._drains:
             self.views.wake.set()  # a worker may leave now
 

@@ -1,12 +1,18 @@
-"""Messages to one worker, sent in order, each until the worker has taken it or the message is of an old view."""
+"""Messages to one worker, sent in order, until the worker has taken them or they are of an old view.
+
+    waiting ──sent──► unconfirmed ──a reply, or what the worker sends shows that it has the message──► dropped
+       ▲                  │
+       └──the session broke, or the worker refused it: all that are unconfirmed are sent again──┘
+
+Small messages get no reply: that halves the frames of a step. A worker takes a message twice without harm.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from taskgraph.errors import PeerGone, Refused, TransportError
 from taskgraph.protocol.messages import (
@@ -46,6 +52,11 @@ class _Waiting(NamedTuple):
     mark: Mark | None
 
 
+class _Sent(NamedTuple):
+    call: asyncio.Future[Reply]
+    what: _Waiting
+
+
 class Outbox:
     """Sends messages to one worker.
 
@@ -69,7 +80,8 @@ class Outbox:
         self._view = view
         self._refused = refused
         self._waiting: deque[_Waiting] = deque()
-        self._sending: asyncio.Future[Any] | None = None  # a task, or the call that sends the first message
+        self._unconfirmed: list[_Sent] = []
+        self._sending: asyncio.Task[None] | None = None  # sends what waits, one message after the other
 
     def put(self, view: int, message: Call) -> None:
         """Sends a message of a view after all earlier ones."""
@@ -77,36 +89,65 @@ class Outbox:
         if self._sending is None:
             self._send_now()
 
+    def confirm(self, stable: int) -> None:
+        """Drops messages that the worker has taken: it holds the totals below `stable`."""
+        left: list[_Sent] = []
+        for sent in self._unconfirmed:
+            view, message, _ = sent.what
+            if view < self._view() or (type(message) is PartSums and message.position < stable):
+                _forget(sent.call)
+            else:
+                left.append(sent)
+        self._unconfirmed = left
+
     def _send_now(self) -> None:
-        """Sends the first message without a task, if there is a session; else starts a task that sends all."""
-        while self._waiting and self._waiting[0].view < self._view():
+        """Sends what waits without a task, if there is a session; else starts a task that does."""
+        while self._waiting:
+            first = self._waiting[0]
+            if first.view >= self._view():
+                value = getattr(first.message, "value", None)
+                quiet = not (isinstance(value, Encoded) and value.buffers)  # a reply frees the memory of large sums
+                if (call := self._begin(first.message, quiet)) is None:
+                    self._start_task()
+                    return
+                self._unconfirmed.append(_Sent(call, first))
+                if quiet:
+                    self._note_sent(first)
             self._waiting.popleft()
-        if not self._waiting:
-            return
-        peer, call = self._node.router.peer(self._peer), None
-        if peer is not None and not self._node.injects_held:
-            with contextlib.suppress(Refused, TransportError):
-                call = self._node.transport.call_now(peer, self._waiting[0].message)
-        if call is None:
-            self._start_task()
-            return
-        self._sending = call
+
+    def _begin(self, message: Call, quiet: bool) -> asyncio.Future[Reply] | None:
+        peer = self._node.router.peer(self._peer)
+        if peer is None or self._node.injects_held:
+            return None
+        try:
+            call = self._node.transport.call_now(peer, message, quiet=quiet)
+        except (Refused, TransportError):
+            return None
         if isinstance(call, CallFuture) and not call.done():
             call.listener = self._replied
-        else:
+        elif call is not None:
             call.add_done_callback(self._replied)
+        return call
 
     def _replied(self, call: asyncio.Future[Reply]) -> None:
+        """Drops a message that was taken. If it was not, all that are unconfirmed are sent again."""
         if call.cancelled() or not self._node.running:
-            return  # the transport is closed
-        self._sending = None
+            return  # it is forgotten, or the transport is closed
+        sent = next((sent for sent in self._unconfirmed if sent.call is call), None)
+        if sent is None:
+            return  # it is sent again already
         if call.exception() is None:
-            self._note_sent(self._waiting.popleft())
-            self._send_now()
+            self._unconfirmed.remove(sent)
+            self._note_sent(sent.what)
         else:
             self._start_task()
 
     def _start_task(self) -> None:
+        """Starts a task that sends all again that is unconfirmed, and then what waits."""
+        again, self._unconfirmed = self._unconfirmed, []
+        for sent in again:
+            _forget(sent.call)
+        self._waiting.extendleft(sent.what for sent in reversed(again))
         self._sending = task = self._node.own(self._send_all(), f"send to {self._peer}")
         task.add_done_callback(self._sent_all)
 
@@ -151,3 +192,9 @@ class Outbox:
         if self._node.injects_held and isinstance(message, PartSums | HoldsTotals | WorkerReport):
             stage = {PartSums: "part", HoldsTotals: "total", WorkerReport: "report"}[type(message)]
             await self._node.point(stage, 0, message.position)
+
+
+def _forget(call: asyncio.Future[Reply]) -> None:
+    if isinstance(call, CallFuture):
+        call.listener = None
+    call.cancel()

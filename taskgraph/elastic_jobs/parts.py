@@ -51,7 +51,8 @@ class ModesKept:
 
     def restore(self) -> None:
         for module, training in self._modes.items():
-            module.training = training
+            if module.training != training:
+                module.training = training
 
 
 def pytorch_modes(state: Any) -> ModesKept:

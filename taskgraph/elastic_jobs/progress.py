@@ -130,7 +130,7 @@ class Progress:
             self.watch.boundary(number, state)
         if self.node.state_wanted:
             mark = self.node.trace.begin()
-            copy = capture(state, self.early, self.node.allocate, members)
+            copy = capture(state, self.early, self.node.room().allocate, members)
             self.node.trace.keep(mark, "loop", "copies the state", size_bytes=copy.size_bytes)
             self.node.give_state(number, self.position, self.tag, copy)
         self.seed(BOUNDARY)

@@ -26,7 +26,17 @@ from taskgraph.protocol.messages import Encoded
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["State", "capture", "check_names", "check_parameters", "is_array", "leaves", "load", "writable"]
+__all__ = [
+    "State",
+    "capture",
+    "check_names",
+    "check_parameters",
+    "is_array",
+    "large_sizes",
+    "leaves",
+    "load",
+    "writable",
+]
 
 
 class State:
@@ -130,22 +140,34 @@ def capture(state: Any, early: Sequence[Any], allocate: Allocate, members: Seque
 
 def digests(state: Any) -> dict[str, bytes]:
     """Returns the digest of each leaf of the state, by its path."""
-    found: dict[str, bytes] = {}
     pytorch()
+    return {
+        path: (b"array" if getattr(value, "ndim", 0) else b"") + _digest(value, path)
+        for path, value in _captured_leaves(state)
+    }
 
-    def walk(path: str, value: Any) -> None:
+
+def large_sizes(state: Any) -> tuple[int, ...]:
+    """Returns the bytes of each array of the state that `capture` gives memory of its own."""
+    pytorch()
+    sizes = [getattr(value, "nbytes", 0) for _, value in _captured_leaves(state)]
+    return tuple(nbytes for nbytes in sizes if nbytes >= INLINE_BYTES)
+
+
+def _captured_leaves(state: Any) -> Iterator[tuple[str, Any]]:
+    """Yields path and captured value of each leaf of the state."""
+
+    def walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             for name, item in value.items():
-                walk(f"{path}.{name}" if path else str(name), item)
+                yield from walk(f"{path}.{name}" if path else str(name), item)
         elif type(value) in (list, tuple):
             for index, item in enumerate(value):
-                walk(f"{path}.{index}", item)
+                yield from walk(f"{path}.{index}", item)
         else:
-            kind = b"array" if getattr(value, "ndim", 0) else b""
-            found[path] = kind + _digest(value, path)
+            yield path, value
 
-    walk("", {name: _captured(value) for name, value in _items(state).items()})
-    return found
+    yield from walk("", {name: _captured(value) for name, value in _items(state).items()})
 
 
 def is_array(digest: bytes) -> bool:

@@ -15,7 +15,7 @@ from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.parts import KINDS, Part, Place, Round, title
 from taskgraph.elastic_jobs.progress import SUMMED, Progress
-from taskgraph.elastic_jobs.state import check_parameters, digests, load
+from taskgraph.elastic_jobs.state import check_parameters, digests, large_sizes, load
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode
 
@@ -95,6 +95,7 @@ class Steps:
                 trace.keep(mark, "loop", "digest of the state")
                 self._step.check_state(found)
                 self._check_changed(number, found)
+                progress.node.note_large(large_sizes(state))
             self._step.begin_code()
             yield self._step
             self._step.end()

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from taskgraph.elastic_jobs.adding import Finished, Merging, Total
-from taskgraph.elastic_jobs.engine import chained
+from taskgraph.elastic_jobs.adding import Finished, Merging
+from taskgraph.elastic_jobs.engine import Summed, chained
+from taskgraph.elastic_jobs.room import Room
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol.messages import Encoded, FirstPart, StateCopy, StateDigests
@@ -34,6 +36,9 @@ _HAND_OVER_S: Final = 0.02
 
 _Checked = tuple[str, FirstPart]
 """A newcomer, and its first part."""
+
+
+_Awaited = asyncio.Future[StateCopy | None]
 
 
 class Stopped(BaseException):
@@ -58,12 +63,16 @@ class UserCall:
         self._function = function
         self._engine = engine
         self._start: concurrent.futures.Future[StateCopy | None] = concurrent.futures.Future()
-        self._copies: list[tuple[str, asyncio.Future[StateCopy | None]]] = []  # who waits for the state
+        self._wanted: list[tuple[str, _Awaited]] = []  # who waits for the state
+        self._unstable: list[tuple[StateCopy, _Awaited]] = []  # copies that wait for the totals before them
         self._dealt: list[int] = []  # parts that user code has got and not begun; used in its thread
+        self._ahead: tuple[int, int, tuple[int, ...]] = (-1, 0, ())  # position, the number of its parts, parts
         self._checking: _Checked | None = None  # the part at work is that of a newcomer
         self._merging: Merging | None = None  # of the parts that it has got last
         self._handed_at = 0.0
         self._stopped = False
+        self._large: tuple[int, ...] = ()  # bytes of each large array of the state
+        self._room: Room | None = None
         self.state_wanted = False
         self.digests = StateDigests(-1, ())
         self.value: Encoded | None = None
@@ -115,6 +124,8 @@ class UserCall:
             done: the part that user code has finished, if any, and what it contributes.
             repeatable: a part contributes the same if it is computed again.
         """
+        if done is None and self._ahead[:2] == (position, parts) and self._ahead[2]:
+            return self._first_of(self._ahead[2], parts)
         threads, trace, finished = self._node.threads, self._node.trace, None
         mark = trace.begin() if done is not None else None
         if done is not None and self._checking is not None:
@@ -130,23 +141,29 @@ class UserCall:
         if done is not None:
             trace.keep(mark, "add", f"adds part {done[0]}")
         if self._dealt and finished is not None:
-            threads.post(self._engine.computed, position, finished)
+            threads.post(self._engine.computed, position, parts, tag, finished)
         if not self._dealt:
-            answer: concurrent.futures.Future[list[int] | Total | _Checked] = concurrent.futures.Future()
+            answer: concurrent.futures.Future[list[int] | Summed | _Checked] = concurrent.futures.Future()
             threads.post(self._asked, position, parts, tag, answer, finished)
             found = threads.block(answer, None)
-            if isinstance(found, Total):
+            if isinstance(found, Summed):
                 mark = trace.begin()
-                total = found.sums()
+                total = found.total.sums()
+                self._ahead = position + 1, found.of, found.ahead
                 trace.keep(mark, "total", "adds up the total", size_bytes=total.nbytes)
                 return total
             if isinstance(found, tuple):
                 self._checking = found
                 return found[1].part
-            self._dealt = found
-            self._merging = Merging(found, parts, self.allocate)
-            self._handed_at = threads.clock()
+            return self._first_of(found, parts)
         return self._dealt.pop(0)
+
+    def _first_of(self, dealt: Sequence[int], of: int) -> int:
+        """Returns the first of the parts that user code has got; the others follow."""
+        first, *self._dealt = dealt
+        self._merging = Merging(dealt, of, self.allocate)
+        self._handed_at = self._node.threads.clock()
+        return first
 
     def is_behind(self, position: int) -> bool:
         """True if this worker holds the total of a position that user code has not reached."""
@@ -163,6 +180,15 @@ class UserCall:
     def first_state(self) -> StateCopy | None:
         """Waits until user code may begin. Returns the state to begin with; None: its own."""
         return self._node.threads.block(self._start, None)
+
+    def note_large(self, sizes: tuple[int, ...]) -> None:
+        """Keeps the sizes of the large arrays of the state, bytes: the next copy of it needs such memory."""
+        self._large = sizes
+
+    def room(self) -> Room:
+        """Returns the memory for a copy of the state that is wanted."""
+        room, self._room = self._room, None
+        return room or Room(self.allocate)
 
     def give_state(self, step: int, position: int, tag: bytes, value: Encoded) -> None:
         """Gives a copy of the state, between two steps, to newcomers and the checkpoint that wait for one."""
@@ -214,9 +240,9 @@ class UserCall:
         if not self._start.done():
             self._start.set_exception(Stopped())
         self._engine.stop(Stopped())
-        for _, copy in self._copies:
-            if not copy.done():
-                copy.set_result(None)
+        for _, awaited in (*self._wanted, *self._unstable):
+            if not awaited.done():
+                awaited.set_result(None)
 
     async def copied_state(self, newcomer: str = "") -> StateCopy | None:
         """Returns the state of user code between two steps, once the totals before it are stable; None if the call is
@@ -227,13 +253,29 @@ class UserCall:
         """
         if self._stopped:
             return None
-        copy: asyncio.Future[StateCopy | None] = asyncio.get_running_loop().create_future()
-        self._copies.append((newcomer, copy))
-        self.state_wanted = True
-        found = await copy
-        while found is not None and self._engine.core.stable < found.position and not self._stopped:
-            await self._node.short_pause()
-        return None if self._stopped else found
+        awaited: _Awaited = asyncio.get_running_loop().create_future()
+        self._wanted.append((newcomer, awaited))
+        if not self._large:
+            self.state_wanted = True
+        elif len(self._wanted) == 1:
+            self._node.own(self._make_room(), "make room")
+        return await awaited
+
+    async def _make_room(self) -> None:
+        """Makes room for a copy of the state, and then asks user code for the copy."""
+        room = Room(self.allocate)
+        try:
+            await self._node.file_threads.run(partial(room.fill, self._large))
+        finally:
+            self._room, self.state_wanted = room, True
+
+    def note_stable(self) -> None:
+        """More totals are stable."""
+        stable = self._engine.core.stable
+        for copy, awaited in self._unstable:
+            if copy.position <= stable and not awaited.done():
+                awaited.set_result(copy)
+        self._unstable = [(copy, awaited) for copy, awaited in self._unstable if copy.position > stable]
 
     async def returned(self) -> Encoded | None:
         """Returns the value once the function has returned it; None: the call is stopped."""
@@ -243,7 +285,7 @@ class UserCall:
 
     def _asked(self, position: int, parts: int, tag: bytes, answer: Any, finished: Finished | None) -> None:
         if finished is not None:
-            self._engine.computed(position, finished)
+            self._engine.computed(position, parts, tag, finished)
         if self._stopped or not self._node.running:
             answer.set_exception(Stopped())
         else:
@@ -262,9 +304,9 @@ class UserCall:
             self._node.own(work(), "wait for user code").add_done_callback(over)
 
     def _given(self, copy: StateCopy) -> None:
-        waiting, self._copies = self._copies, []
-        for newcomer, future in waiting:
+        wanted, self._wanted = self._wanted, []
+        for newcomer, awaited in wanted:
             if newcomer:
                 self._engine.keep_totals_for(newcomer, copy.position)  # it has not asked for totals yet
-            if not future.done():
-                future.set_result(copy)
+            self._unstable.append((copy, awaited))
+        self.note_stable()

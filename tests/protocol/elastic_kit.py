@@ -7,6 +7,7 @@ of them differs from every other. A message, once sent, arrives late, or never i
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from taskgraph.protocol.elastic import worker as core
@@ -269,25 +270,35 @@ class World:
             if position == worker.position and worker.phase != Phase.OUTSIDE:
                 peer.own |= sums
             self.note(f"{peer.name} finished {', '.join(map(str, sums))} of {position}")
+            self.reach(peer)
             worker.computed(position, tuple(sums))
         elif peer.user < worker.position:
             peer.user += 1
+            if peer.user == worker.position < self.steps and self.rng.random() < 0.7:
+                self.compute(peer, worker.parts_ahead()[1])
         elif peer.user == self.steps:
             if not peer.ended:
                 peer.ended = True
                 worker.ended()
         elif peer.begun < peer.user:
+            self.reach(peer)
+        else:
+            self.compute(peer, worker.take_parts(self.rng.choice((1, 2, None))))
+        self.carry_out(peer)
+
+    def reach(self, peer: Peer) -> None:
+        if peer.begun < peer.user == peer.core.position:
             peer.begun = peer.user
             self.note(f"{peer.name} is at {peer.user}")
             lie = f"wrong {peer.name}" if peer.name in self.liars and peer.user == self.steps - 1 else ""
-            worker.begin(self.parts, f"{'|'.join(peer.totals)}{lie}".encode())
-        elif taken := worker.take_parts(self.rng.choice((1, 2, None))):
+            peer.core.begin(self.parts, f"{'|'.join(peer.totals)}{lie}".encode())
+
+    def compute(self, peer: Peer, taken: Sequence[int]) -> None:
+        if taken:
             peer.calls += 1
-            self.note(f"{peer.name} begins parts {taken} of {worker.position}")
+            self.note(f"{peer.name} begins parts {taken} of {peer.core.position}")
             leaves = {Span(part, part + 1): f"{part}{peer.name}{peer.calls}" for part in taken}
-            sums = {span: self.added(leaves, span) for span in cover(taken, self.parts)}
-            peer.hand = worker.position, sums
-        self.carry_out(peer)
+            peer.hand = peer.core.position, {span: self.added(leaves, span) for span in cover(taken, self.parts)}
 
     def carry_out(self, peer: Peer) -> None:
         while actions := peer.core.take():

@@ -6,7 +6,6 @@ node.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -156,6 +155,15 @@ def _with_a_wrong_state(give: Callable[..., None], self: UserCall, step: int, *a
     give(self, step + 1, *args)
 
 
+@plant
+def parts_given_out_ahead_stay_given_out(patch: pytest.MonkeyPatch) -> None:
+    def begin(began: Callable[..., None], self: Worker, parts: int, tag: bytes) -> None:
+        self._round.ahead = parts
+        began(self, parts, tag)
+
+    _changed(patch, Worker, "begin", begin)
+
+
 # -- the engine -----------------------------------------------------------------------------------
 
 
@@ -206,6 +214,15 @@ def a_message_is_sent_once(patch: pytest.MonkeyPatch) -> None:
 
     _sent = Outbox._sent
     patch.setattr(Outbox, "_sent", sent)
+
+
+@plant
+def messages_without_a_reply_are_not_sent_again(patch: pytest.MonkeyPatch) -> None:
+    def start_task(started: Callable[..., None], self: Outbox) -> None:
+        self._unconfirmed.clear()
+        started(self)
+
+    _changed(patch, Outbox, "_start_task", start_task)
 
 
 # -- the node -------------------------------------------------------------------------------------
@@ -266,16 +283,13 @@ def a_worker_is_waited_for_although_nobody_has_its_totals(patch: pytest.MonkeyPa
 
 @plant
 def a_checkpoint_has_a_state_that_is_not_stable(patch: pytest.MonkeyPatch) -> None:
-    def copied_state(copied: Callable[..., Any], self: UserCall, newcomer: str = "") -> Any:
-        return copied(self, newcomer) if newcomer else _copied(self)
+    def given(gave: Callable[..., None], self: UserCall, copy: StateCopy) -> None:
+        for newcomer, awaited in self._wanted:
+            if not newcomer and not awaited.done():
+                awaited.set_result(copy)
+        gave(self, copy)
 
-    async def _copied(self: UserCall) -> StateCopy | None:
-        copy: asyncio.Future[StateCopy | None] = asyncio.get_running_loop().create_future()
-        self._copies.append(("", copy))
-        self.state_wanted = True
-        return await copy
-
-    _changed(patch, UserCall, "copied_state", copied_state)
+    _changed(patch, UserCall, "_given", given)
 
 
 @plant

@@ -94,6 +94,7 @@ class Registration:
             self._node.node_revision = revision
             self._node.pause(False)
             with self._ticking():
+                await keeper.refresh()  # no watch runs yet
                 await keeper.wait_for_revision(revision)
             if not await self._unreached_members():
                 if why := why_unlike(self._record, self._earlier_members()):

@@ -65,6 +65,8 @@ class Outcome:
         there = {part for span in self.sources for part in span.parts} | self.begun.keys()
         dealt = _dealt([part for part in range(parts) if part not in there], self.dealt_to)
         for part, worker in self.begun.items():
+            if part >= parts:
+                continue  # it was begun ahead, with another number of parts
             dealt[worker] = tuple(sorted({*dealt.get(worker, ()), part}))
         return dealt
 

@@ -21,6 +21,7 @@
 5. If another communicator makes the totals (`together`), contributions carry no sums: a worker holds its own sums only.
    Once all contributions are there, all workers of the view add up together what they contributed. The position is
    complete for those that got the total; a view that comes first ends the attempt.
+6. Parts of the next position may be given out together with a total (`parts_ahead`). Reports name them as begun.
 
 The caller calls a method for each event, and then carries `take()` out, in order. It keeps the value of each held span
 and of each total until an action drops it.
@@ -195,7 +196,9 @@ class _Round:
         parts: the number of parts; 0 until user code has reached the position.
         tag: see `Contribution`.
         own: spans of which this worker holds the sum, other than those received in this view.
-        begun: parts that user code has begun to compute, or finished.
+        begun: parts that user code has begun to compute, or finished, or will as soon as it is there.
+        parts_before: the number of parts of the position before; 0: unknown.
+        ahead: the number of parts with which some were given out before user code was there; 0: none were.
         due: worker -> the parts that its contributions have to cover; empty until the parts are dealt.
         waiting: parts dealt to this worker that user code has not begun, in order.
         targets: spans that this worker contributes.
@@ -206,12 +209,13 @@ class _Round:
     """
 
     __slots__ = (
-        *("begun", "due", "outvoted", "own", "parts", "received"),
+        *("ahead", "begun", "due", "outvoted", "own", "parts", "parts_before", "received"),
         *("summed", "summing", "tag", "tags", "targets", "waiting"),
     )
 
-    def __init__(self) -> None:
-        self.parts = 0
+    def __init__(self, parts_before: int = 0) -> None:
+        self.parts = self.ahead = 0
+        self.parts_before = parts_before
         self.tag = b""
         self.own: set[Span] = set()
         self.begun: set[int] = set()
@@ -432,7 +436,7 @@ class Worker:
     def _next(self) -> None:
         """This worker holds the total of the position at work."""
         self.position += 1
-        self._round = _Round()
+        self._round = _Round(self._round.parts)
         early, self._early = self._early, []
         for worker, contribution in early:
             self._receive(worker, contribution)
@@ -449,11 +453,11 @@ class Worker:
 
     def _knows(self, worker: str, position: int, at_work: bool = False) -> None:
         self._known[worker] = max(position, self._known.get(worker, 0))
-        was_whole = self.all_whole
-        if at_work:
+        heard_first = at_work and worker not in self._at_work
+        if heard_first:
             self._at_work.add(worker)
         self._note_stable()
-        if self.all_whole and not was_whole:
+        if heard_first and self.all_whole:
             self._actions.append(Stable(self.stable))
 
     def _note_stable(self) -> None:
@@ -466,8 +470,29 @@ class Worker:
 
     # -- parts ------------------------------------------------------------------------------------
 
+    def parts_ahead(self) -> tuple[int, tuple[int, ...]]:
+        """Gives out parts of the position at work before user code is there: it may have as many as the one before.
+
+        Returns that number, and the parts; 0 if they are not known. If there are others, `begin` takes them back.
+        """
+        known = self._round
+        if (
+            self.phase != Phase.WORKING
+            or known.parts
+            or self._outcome is None
+            or self.position <= self._outcome.position
+        ):
+            return 0, ()
+        assert self.view is not None
+        ahead = deal_all(self.view, known.parts_before)[self._me]
+        known.ahead = known.parts_before
+        known.begun.update(ahead)
+        return known.ahead, ahead
+
     def begin(self, parts: int, tag: bytes) -> None:
         """User code has reached the position at work, which has this number of parts."""
+        if self._round.ahead != parts:
+            self._round.begun.clear()
         self._round.parts, self._round.tag = parts, tag
         self._deal()
 

@@ -1,0 +1,37 @@
+"""Memory for a copy of the state that is there before user code stands still for the copy: new memory is slow."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+
+from taskgraph.graph.blocks import Allocate, Block
+from taskgraph.transport.pages import address_of, move_to_huge_pages
+
+__all__ = ["Room"]
+
+
+class Room:
+    """Memory for large arrays.
+
+    Args:
+        allocate: gives memory that other processes of the host can read.
+    """
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self._ready: dict[int, list[Block]] = {}
+
+    def fill(self, sizes: Iterable[int]) -> None:
+        """Makes memory for arrays of these sizes, in bytes. Call it in a thread."""
+        for nbytes in sizes:
+            block = self._allocate(nbytes)
+            if block is not None:
+                move_to_huge_pages(address_of(block.data), nbytes)
+                block[:: mmap.PAGESIZE] = 0  # the kernel gives a page when it is written first
+                self._ready.setdefault(nbytes, []).append(block)
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Gives memory that is ready, or else new memory, as `graph.blocks.Allocate` does."""
+        ready = self._ready.get(nbytes)
+        return ready.pop() if ready else self._allocate(nbytes)
