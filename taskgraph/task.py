@@ -48,7 +48,7 @@ class BecameBackup(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeighborFailed(Event):
-    """The primary of `task`, a neighbor along `link`, is suspected dead."""
+    """Event: the primary of `task`, a neighbor along `link`, is suspected dead. It may still prove alive."""
 
     task: int
     link: str

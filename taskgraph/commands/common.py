@@ -50,7 +50,7 @@ __all__ = [
     "known_at",
     "launcher_gone",
     "listening_of",
-    "node_access_of",
+    "node_tls_of",
     "on_ending_signals",
     "reach",
     "restore_signals",
@@ -83,7 +83,7 @@ def listening_of(options: argparse.Namespace, nodes: int) -> Listening:
         insecure=insecure_listen(options.insecure_listen),
     )
     found.check(nodes)
-    tls = Tls.of(node_access_of(options))
+    tls = Tls.of(node_tls_of(options))
     try:
         check_listener(found.host, tls is not None, found.insecure)
         if found.host and tls is not None:
@@ -93,8 +93,11 @@ def listening_of(options: argparse.Namespace, nodes: int) -> Listening:
     return found
 
 
-def node_access_of(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the files of TLS between nodes."""
+def node_tls_of(options: argparse.Namespace) -> dict[str, str]:
+    """Returns the TLS files for connections between nodes, as `Tls.of` takes them; {}: no TLS.
+
+    They come from the options, or else from the environment or `taskgraph.toml`.
+    """
     return node_access({name: getattr(options, name) for name in _NODE_ACCESS})
 
 
@@ -222,7 +225,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
             pid=os.getpid(),
             embedded=False,
             tls=access_of(options),
-            node_tls=node_access_of(options) or (local.node_tls if local is not None else {}),
+            node_tls=node_tls_of(options) or (local.node_tls if local is not None else {}),
         )
     if name is not None:
         found = runtime.find(name)
@@ -254,7 +257,7 @@ def _ended_here(runtime: Runtime, name: str) -> str:
 def _with_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
     """Replaces the files of TLS and the token in an entry by those that options name, if any."""
     token = token_of(options) if options.token_file else None  # one of taskgraph.toml may be another job's
-    return replace(entry, token=token or entry.token, node_tls=node_access_of(options) or entry.node_tls)
+    return replace(entry, token=token or entry.token, node_tls=node_tls_of(options) or entry.node_tls)
 
 
 def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:

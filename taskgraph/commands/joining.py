@@ -24,7 +24,7 @@ from taskgraph.commands.common import (
     known_at,
     launcher_gone,
     listening_of,
-    node_access_of,
+    node_tls_of,
     reach,
     restore_signals,
     see_text,
@@ -284,7 +284,7 @@ def node(options: argparse.Namespace) -> int:
     if (token := _token_at(options, etcd)) is None:
         raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
     listening = listening_of(options, 1)
-    node_tls = node_access_of(options) or (known.node_tls if known is not None else {})
+    node_tls = node_tls_of(options) or (known.node_tls if known is not None else {})
     tls = access_of(options) or (known.tls if known is not None else {})
     from taskgraph.node import process  # only this command loads a node
 

@@ -18,7 +18,7 @@ from taskgraph.commands.common import (
     access_words,
     etcd_of,
     listening_of,
-    node_access_of,
+    node_tls_of,
     restore_signals,
     take_orders,
     token_for,
@@ -125,7 +125,7 @@ class _Run:
                 hooks=Hooks(self._on_event, self._on_start),
                 access=Access(
                     etcd=access_of(options),
-                    nodes=node_access_of(options),
+                    nodes=node_tls_of(options),
                     listening=listening,
                     token=token.token if token is not None else None,
                 ),

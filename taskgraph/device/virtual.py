@@ -90,7 +90,7 @@ class DriverError(RuntimeError):
 
 @cache
 def _driver() -> Any:
-    """Raises OSError where there is none, or one that is older than CUDA 10.2."""
+    """Loads the CUDA driver's library, and sets the types of its functions. OSError: there is none of CUDA 10.2 on."""
     library = ctypes.CDLL(_LIBRARY)
     for name, types in _CALLS.items():
         try:

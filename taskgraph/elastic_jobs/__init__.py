@@ -20,7 +20,7 @@ What user code calls, in its thread:
 One worker, on the event loop:
 
     node           its parts, its user code and its end
-    following      the views in etcd: it begins, proposes the next one, goes on alone
+    view_changes   the views in etcd: it begins, proposes the next one, goes on alone
     joining        how a newcomer enters the view; `leaving`: how a draining worker leaves
     engine         what the core (`taskgraph.protocol.elastic`) decides: sums, messages, answers to user code
     outbox         messages to one worker, in order

@@ -44,8 +44,8 @@ _PER_RUN = ("seed", "checkpoint", "checkpoint_every_s", "min_workers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `@tg.elastic(...)` got. Those of `_PER_RUN` may be parameters of the function, too.
+class ElasticOptions:
+    """The options of `@tg.elastic(...)`. Those of `_PER_RUN` may be parameters of the function, too.
 
     Attributes:
         seed: of the run: order of rows, generators.
@@ -79,7 +79,7 @@ class Options:
 class ElasticFunction(JobFunction[P], Generic[P, T]):
     """A function decorated with `@tg.elastic`: called with its arguments, but the run, it returns a Job."""
 
-    def __init__(self, function: Callable[Concatenate[Run, P], T], options: Options) -> None:
+    def __init__(self, function: Callable[Concatenate[Run, P], T], options: ElasticOptions) -> None:
         super().__init__(cast(Callable[P, Job], function))
         parameters = list(self._signature.parameters.values())
         if not parameters:
@@ -110,7 +110,7 @@ class ElasticFunction(JobFunction[P], Generic[P, T]):
             _elastic=call,
         )
 
-    def _options_for(self, arguments: Mapping[str, Any]) -> Options:
+    def _options_for(self, arguments: Mapping[str, Any]) -> ElasticOptions:
         """Options that are parameters of the function, too, are taken from its arguments, unless those are None."""
         defaults = {name: p.default for name, p in self._signature.parameters.items() if p.default is not p.empty}
         own = {**defaults, **arguments}
@@ -132,7 +132,7 @@ def _in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
             run.progress.turn = turn
             seed_generators(spec.seed)
             value = function(run, **arguments)
-            run.check_over()
+            run.check_part_loop_ended()
             run.progress.end()
             return value
 
@@ -162,11 +162,11 @@ def elastic(function: Callable[..., Any] | None = None, /, **options: Any) -> An
     One of them that is called `seed`, `checkpoint`, `checkpoint_every_s` or `min_workers` also sets that option here.
 
     Args:
-        options: the fields of `Options`.
+        options: the fields of `ElasticOptions`.
 
     Raises:
         JobError: there is no such option, or a value does not fit.
     """
-    check_fields(Options, options)
-    made = Options(**options)
+    check_fields(ElasticOptions, options)
+    made = ElasticOptions(**options)
     return ElasticFunction(function, made) if function is not None else lambda given: ElasticFunction(given, made)

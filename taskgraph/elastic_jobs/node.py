@@ -15,7 +15,6 @@ from taskgraph.checkpoint.places import Place
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.differing import Differences
 from taskgraph.elastic_jobs.engine import Engine
-from taskgraph.elastic_jobs.following import ViewFollower
 from taskgraph.elastic_jobs.interface import WorkerNode
 from taskgraph.elastic_jobs.leaving import Leaving
 from taskgraph.elastic_jobs.reports import StableReports
@@ -26,6 +25,7 @@ from taskgraph.elastic_jobs.together import Together
 from taskgraph.elastic_jobs.tracing import WorkerTrace
 from taskgraph.elastic_jobs.usercall import Stopped, UserCall
 from taskgraph.elastic_jobs.values import Values
+from taskgraph.elastic_jobs.view_changes import ViewChanger
 from taskgraph.errors import JobError
 from taskgraph.graph.values import encode
 from taskgraph.node.life import LifeArguments
@@ -64,7 +64,7 @@ class ElasticNode(WorkerNode):
         self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.suspicion.update)
         self.silence = Silence(self, self.suspicion.detector, self.look_again)
         self.differences = Differences(self, self.look_again)
-        self.views = ViewFollower(self, self.differences, self.checkpoints, self._renewed_in)
+        self.views = ViewChanger(self, self.differences, self.checkpoints, self._renewed_in)
         self.reports = StableReports(self._report_counts)
         self.values = Values(self)
         self._together: Together | None = None
@@ -84,7 +84,7 @@ class ElasticNode(WorkerNode):
             "silence": self.silence.run(),
         }
 
-    def stop_following(self) -> None:
+    def stop_new_work(self) -> None:
         self._stop_following()
         self.call.stop()
         self._close_group()

@@ -14,7 +14,7 @@ from taskgraph.elastic_jobs.progress import Progress
 from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.elastic_jobs.seeding import Turn
 from taskgraph.elastic_jobs.state import State
-from taskgraph.elastic_jobs.steps import Options, Step, Steps
+from taskgraph.elastic_jobs.steps import Step, StepOptions, Steps
 from taskgraph.errors import StateError, StepError
 
 if TYPE_CHECKING:
@@ -98,10 +98,10 @@ class Run:
         finally:
             modules.restore()
 
-    def check_over(self) -> None:
+    def check_part_loop_ended(self) -> None:
         """Raises StepError if user code has left a part loop early."""
         if self._steps is not None:
-            self._steps.check_over()
+            self._steps.check_part_loop_ended()
 
     @overload
     def state(self, holder: T, /) -> T: ...
@@ -199,5 +199,5 @@ class Run:
             raise StepError("run.steps(...) needs rows=... and batch=..., or a DataLoader, or data with batch=...")
         seed = self.progress.node.spec.seed if seed is None else seed
         of = Rows(rows, batch, parts, passes, seed, shuffle, drop_last)
-        self._steps = Steps(self, of, Options(found, unused == "zero", nonfinite))
+        self._steps = Steps(self, of, StepOptions(found, unused == "zero", nonfinite))
         return self._steps

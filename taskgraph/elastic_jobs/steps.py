@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.sums import Sums
     from taskgraph.elastic_jobs.tracing import Mark
 
-__all__ = ["Options", "Step", "Steps"]
+__all__ = ["Step", "StepOptions", "Steps"]
 
 _FEW_STEPS = 3
 """If this many steps change nothing, the update is probably called at the wrong place."""
 
 
 @dataclass(frozen=True)
-class Options:
+class StepOptions:
     """What `run.steps` got, beside the rows.
 
     Attributes:
@@ -57,7 +57,7 @@ class RunOfSteps(Protocol):
 class Steps:
     """The steps of a run, in order."""
 
-    def __init__(self, run: RunOfSteps, rows: Rows, options: Options) -> None:
+    def __init__(self, run: RunOfSteps, rows: Rows, options: StepOptions) -> None:
         self.run = run
         self.options = options
         self.rows = rows
@@ -121,10 +121,10 @@ class Steps:
         """True while user code takes the parts of a step."""
         return self._step is not None and self._step.in_part_loop
 
-    def check_over(self) -> None:
+    def check_part_loop_ended(self) -> None:
         """Raises StepError if user code has left a part loop early."""
         if self._step is not None:
-            self._step.check_over()
+            self._step.check_part_loop_ended()
 
 
 class Step:
@@ -174,7 +174,7 @@ class Step:
         Raises:
             StepError: a part contributes nothing, or something unlike the others; or a loop was left early.
         """
-        self.check_over()
+        self.check_part_loop_ended()
         self._end_code()
         self.round += 1
         self._over, self._total = False, None
@@ -228,7 +228,7 @@ class Step:
 
     def end(self) -> None:
         """Ends the step, when user code asks for the next one."""
-        self.check_over()
+        self.check_part_loop_ended()
         self._end_code()
         if self._gradients is not None:
             self._gradients.clear()
@@ -256,7 +256,7 @@ class Step:
             )
         self._steps.run.progress.node.emit("nonfinite", text)
 
-    def check_over(self) -> None:
+    def check_part_loop_ended(self) -> None:
         """Raises StepError if the part loop was left early."""
         if not self._over:
             raise StepError(
@@ -288,14 +288,14 @@ class Step:
         return [trees[name] for trees in self._collected]
 
     def _after(self, what: str) -> dict[str, Any]:
-        self.check_over()
+        self.check_part_loop_ended()
         if self._total is None:
             raise StepError(f"{what} is there after `for part in step`")
         return self._total
 
     def report(self, **numbers: Any) -> None:
         """Reports numbers, once the step is stable."""
-        self.check_over()
+        self.check_part_loop_ended()
         progress = self._steps.run.progress
         progress.node.report(progress.position, self.number, {name: float(value) for name, value in numbers.items()})
 

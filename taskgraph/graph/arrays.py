@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from taskgraph.graph import dtypes, worksharing
-from taskgraph.graph.blocks import Allocate, Watch, block_behind
+from taskgraph.graph.blocks import Allocate, Finalizer, block_behind
 from taskgraph.graph.digests import BLOCK_BYTES
 
 __all__ = [
@@ -55,7 +55,7 @@ _CHUNK_BYTES: Final = 512 << 10
 interpreter's lock."""
 
 
-class _DecodedMark(Watch[Array]):
+class _DecodedMark(Finalizer[Array]):
     """Marks the base of a decoded array: its memory belongs to an encoded value, and never changes.
 
     Attributes:

@@ -3,8 +3,8 @@
 A transport that can lend memory to another process without a copy offers an allocator: values that are encoded into its
 memory travel as references. This module knows no transport. It defines blocks, and finds them behind buffers.
 
-A block lives as long as anything refers to it: an array, a memoryview, an encoded value. A `Watch` on the `Block` calls
-its allocator when the block is garbage, and only then does the allocator reuse the memory.
+A block lives as long as anything refers to it: an array, a memoryview, an encoded value. A `Finalizer` on the `Block`
+calls its allocator when the block is garbage, and only then does the allocator reuse the memory.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 from taskgraph.device.api import Device
 from taskgraph.device.pinning import Pin
 
-__all__ = ["Allocate", "Block", "Origin", "Watch", "block_behind"]
+__all__ = ["Allocate", "Block", "Finalizer", "Origin", "block_behind"]
 
 A = TypeVar("A", bound="np.ndarray[Any, Any]")
 
 
-class Watch(weakref.ref[A]):
-    """A weak reference to an array that calls `callback(watch)` when the array is garbage: `Watch(array, callback)`.
+class Finalizer(weakref.ref[A]):
+    """A weak reference to an array or block that calls `callback(reference)` once that is garbage.
 
-    The owner must keep the watch, for example in a set, or the callback is never called. The callback may run at any
-    time, in any thread: it only takes a note, and raises nothing. Use a method of a deque or set where possible, so
-    that no Python code runs (`weakref.finalize` costs five Python calls for each array).
+    The owner must keep the reference, for example in a set, or the callback is never called. The callback may run at
+    any time, in any thread: it only takes a note, and raises nothing. Use a method of a deque or set where possible,
+    so that no Python code runs (`weakref.finalize` costs five Python calls for each array).
     """
 
     __slots__ = ()

@@ -216,7 +216,7 @@ class Supervisor:
             what = (
                 f"its results, of a job that had finished, with them ({self._follower.unreachable or 'not asked for'})"
             )
-        silent = f" or was silent for {self._lost_after_s:g} s" if self._absent_nodes(keeper.view) else ""
+        silent = f" or was silent for {self._lost_after_s:g} s" if self._absent_nodes_of_others(keeper.view) else ""
         ended = f"every node has ended{silent}, {what}{self._follower.resume_hint('; ')}"
         reason = f"{_last_end_text(self._nodes)}{ended}\n{_log_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
@@ -225,7 +225,7 @@ class Supervisor:
     async def _wait_for_absent_nodes(self) -> None:
         """Waits for nodes of other launchers whose keys are gone: their host or etcd may have paused."""
         keeper, run = self._follower.keeper, self._spec.run
-        absent = self._absent_nodes(keeper.view)
+        absent = self._absent_nodes_of_others(keeper.view)
         if not absent:
             return
         log.warning(
@@ -234,13 +234,13 @@ class Supervisor:
             self._lost_after_s,
         )
         back = keeper.wait_until(
-            lambda view: bool(view.live_nodes(run)) or not self._absent_nodes(view), structure=True
+            lambda view: bool(view.live_nodes(run)) or not self._absent_nodes_of_others(view), structure=True
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._lost_after_s):
                 await back
 
-    def _absent_nodes(self, view: JobView) -> list[str]:
+    def _absent_nodes_of_others(self, view: JobView) -> list[str]:
         """Returns nodes started elsewhere that hold a task, are not registered, and are not declared gone."""
         holders = {known.record.node for known in view.primaries.values()}
         holders |= {node for task in view.primaries for node in view.in_sync(task)}

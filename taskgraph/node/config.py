@@ -60,5 +60,5 @@ class NodeConfig:
 
     @property
     def folder(self) -> Path | None:
-        """The node's own directory for sockets, removed at its end."""
+        """The node's own directory for sockets, removed at its end; None: the node has no sockets."""
         return Path(self.sockets) / self.node_id.rpartition("-")[2] if self.sockets else None

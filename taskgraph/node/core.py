@@ -22,7 +22,7 @@ from taskgraph.node.membership.failing import failure_record
 from taskgraph.node.router import Router
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.node.usercode.threads import PooledThreads, Threads
-from taskgraph.node.writes import Writes
+from taskgraph.node.writes import EtcdWrites
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
@@ -106,7 +106,7 @@ class NodeCore:
         self.log = logging.getLogger("taskgraph.node")
         self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s, one_run=True)
         self.router = Router(transport, self.keeper)
-        self.writes = Writes(coordinator)
+        self.writes = EtcdWrites(coordinator)
         self.threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
         self.injects = point is not None
         self.injects_held = self.injects and own_process
@@ -206,7 +206,7 @@ class NodeCore:
         return None
 
     async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
-        """Executes a transaction until its outcome is known; see `Writes.transact`."""
+        """Executes a transaction until its outcome is known; see `EtcdWrites.transact`."""
         return await self.writes.transact(txn, key=key, writer=writer)
 
     # -- work that ends with the node -------------------------------------------------------------

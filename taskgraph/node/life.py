@@ -110,8 +110,8 @@ class NodeLife(NodeCore):
         """Returns asyncio tasks that end with the node, and that no other part cancels."""
         return []
 
-    def stop_following(self) -> None:
-        """Called before everything here is brought to its end."""
+    def stop_new_work(self) -> None:
+        """Stops what begins new work, before everything here is ended."""
 
     async def end_parts(self) -> None:
         """Called once all asyncio tasks here have ended."""
@@ -176,7 +176,7 @@ class NodeLife(NodeCore):
                         self._note_cancelled()
                     raise
                 finally:
-                    self.stop_following()
+                    self.stop_new_work()
                     await self._stop_everything(services)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -76,7 +76,7 @@ class Node(NodeServices):
     def set_ups(self) -> list[asyncio.Task[None]]:
         return [r.setting_up for r in self.roles.replicas.values() if r.setting_up is not None]
 
-    def stop_following(self) -> None:
+    def stop_new_work(self) -> None:
         self._stop_following()
 
     async def end_parts(self) -> None:

@@ -65,7 +65,10 @@ class Reconciler:
             self._roles.changed.set()
 
     async def run(self) -> None:
-        """Calls `reconcile` after every change, until cancelled, with pauses that depend on how long it took."""
+        """Calls `reconcile` after every change, and at least every `_LOOK_S`, until cancelled.
+
+        The longer a call took, the longer the pause after it.
+        """
         changed, now = self._roles.changed, self._node.now
         while True:
             changed.clear()
@@ -122,10 +125,10 @@ class Reconciler:
                 self._roles.set_up(task)
 
     def _drop_replicas(self) -> None:
-        """Drops replicas that are neither primary, nor member, nor wished for.
+        """Drops replicas that are neither primary, nor in sync, nor wished for, and whose boundaries no primary needs.
 
-        A node without its key in etcd, which pauses soon, drops nothing: placement wishes for none of its replicas. A
-        set-up that runs may have read gigabytes and cannot be interrupted, so its replica stays until the set-up ends.
+        A node without its key in etcd drops nothing: placement wishes for none of its replicas, and the node soon
+        pauses. A running set-up may have read gigabytes and cannot be interrupted, so its replica stays until it ends.
         """
         node, roles, view = self._node, self._roles, self._node.keeper.view
         if node.paused or node.id not in view.nodes:

@@ -18,7 +18,7 @@ from taskgraph.errors import CoordinationError, OutcomeUnknown
 from taskgraph.node.backoff import Backoff
 from taskgraph.protocol.kv import Txn, TxnResult
 
-__all__ = ["Writes"]
+__all__ = ["EtcdWrites"]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -26,8 +26,8 @@ _LOG_AGAIN_S = 10.0
 """How often a repeated failure is logged: an etcd without space may refuse at once, for hours."""
 
 
-class Writes:
-    """One node's transactions."""
+class EtcdWrites:
+    """Executes one node's transactions in etcd, each until its outcome is known."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator

@@ -189,6 +189,7 @@ class _Plan(Assignment):
         return self.hosts[to] not in others or self.hosts[backup] in others
 
     def _move_primary(self, fuller: int, emptier: int) -> bool:
+        """Moves a primary to a seat that holds no backup of its task. Returns False if none can be moved."""
         able = [t for t in self.primaries_at[fuller] if self.eligible(t, emptier) and emptier not in self.backups[t]]
         if not able:
             return False

@@ -236,7 +236,7 @@ class _Run(LimitedRun):
                 loop.stand_still(_JUMP_S)
                 await asyncio.sleep(0)
             if stage == "commit" and self.most is not None and epoch >= self.most:  # all before have been committed
-                self.end_endless(f"committed {self.most} epochs without an end: no processor called epoch.finish()")
+                self.fail_endless(f"committed {self.most} epochs without an end: no processor called epoch.finish()")
             due = self._kills.get((task, epoch))
             if due == "committed" and stage == "commit":
                 await _wait_until_killable(cluster, node_id)  # this may be the last commit, after which it is too late

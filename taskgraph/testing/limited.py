@@ -24,7 +24,6 @@ class LimitedRun:
 
     Args:
         endless: the job has no last epoch or step of its own; it fails after `ROUNDS_PER_S` times `timeout_s` of them.
-        rounds: what they are, and how they end, for the message: ("committed {} epochs ...", "...").
 
     Attributes:
         turn: which of the loop and its threads runs.
@@ -64,8 +63,12 @@ class LimitedRun:
             clock = f"durations are of its clock, which runs up to {SPEED} times as fast while it waits"
             raise JobTimeout(f"{text} ({clock})", job=name) from None
 
-    def end_endless(self, text: str) -> None:
-        """Ends a job that has no end of its own, once it has done the most epochs or steps."""
+    def fail_endless(self, text: str) -> None:
+        """Fails an endless job, which has done `most` epochs or steps, with JobTimeout.
+
+        Args:
+            text: what it did, for the message: "committed 1000 epochs ...".
+        """
         if not self._endless_text:
             self._endless_text = text
             self.end_wait()

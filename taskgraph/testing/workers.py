@@ -101,7 +101,7 @@ class WorkersRun(LimitedRun):
     def _check_endless(self, step: int) -> None:
         assert self.most is not None
         if step >= self.most:
-            self.end_endless(f"took {self.most} steps without an end: no `break`, and run.steps has no passes=...")
+            self.fail_endless(f"took {self.most} steps without an end: no `break`, and run.steps has no passes=...")
 
     def progress(self) -> int:
         """Returns a number that grows with every total that user code gets."""

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from taskgraph.device.api import Device
-from taskgraph.graph.blocks import Block, Watch
+from taskgraph.graph.blocks import Block, Finalizer
 from taskgraph.transport.pages import address_of, map_shared
 from taskgraph.transport.regions import NAME, Region
 
@@ -68,7 +68,7 @@ class _Mapping:
         self.used_at = 0.0  # last time that it was seen in use
 
 
-class Loan(Watch[Block]):
+class Loan(Finalizer[Block]):
     """A borrowed piece of memory: the `origin` of its block, called when the block is garbage.
 
     It can be lent to a third process, since its region is open here, too.

@@ -35,7 +35,7 @@ import numpy as np
 
 from taskgraph.device.api import Device
 from taskgraph.device.pinning import Pin, pin_of
-from taskgraph.graph.blocks import Block, Watch
+from taskgraph.graph.blocks import Block, Finalizer
 from taskgraph.transport.pages import address_of, huge_page_bytes, map_shared, move_to_huge_pages, release_pages
 from taskgraph.transport.regions import NAME, Region
 
@@ -161,7 +161,7 @@ def _anonymous() -> int:
         return os.memfd_create(NAME, flags)
 
 
-class Use(Watch[Block]):
+class Use(Finalizer[Block]):
     """One use of a segment: the `origin` of its block, called when the block is garbage.
 
     Attributes:

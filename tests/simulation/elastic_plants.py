@@ -14,14 +14,14 @@ import pytest
 from msgspec import structs
 
 from taskgraph.elastic_jobs import adding as adding_module
-from taskgraph.elastic_jobs import following
+from taskgraph.elastic_jobs import view_changes
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.engine import Engine
-from taskgraph.elastic_jobs.following import ViewFollower
 from taskgraph.elastic_jobs.outbox import Outbox
 from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.elastic_jobs.usercall import UserCall
+from taskgraph.elastic_jobs.view_changes import ViewChanger
 from taskgraph.protocol.elastic import flush, transactions
 from taskgraph.protocol.elastic import worker as worker_module
 from taskgraph.protocol.elastic.flush import Outcome, Report
@@ -264,7 +264,7 @@ def a_newcomer_begins_one_step_later_than_its_state(patch: pytest.MonkeyPatch) -
 
 @plant
 def a_newcomer_returns_while_workers_live(patch: pytest.MonkeyPatch) -> None:
-    def must_return(must: Callable[..., bool], self: ViewFollower) -> bool:
+    def must_return(must: Callable[..., bool], self: ViewChanger) -> bool:
         node = self._node
         gone, node.gone = node.gone, node.gone | node.suspects
         try:
@@ -272,7 +272,7 @@ def a_newcomer_returns_while_workers_live(patch: pytest.MonkeyPatch) -> None:
         finally:
             node.gone = gone
 
-    _changed(patch, ViewFollower, "_must_go_on_alone", must_return)
+    _changed(patch, ViewChanger, "_must_go_on_alone", must_return)
     _changed(patch, transactions, "return_alone", lambda put, job, view, gone, **how: put(job, view, (), **how))
 
 
@@ -312,14 +312,14 @@ def a_return_begins_at_the_first_step(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def an_excluded_worker_goes_on_with_its_state(patch: pytest.MonkeyPatch) -> None:
-    def excluded(_: Callable[..., None], self: ViewFollower) -> None:
+    def excluded(_: Callable[..., None], self: ViewChanger) -> None:
         core = self._node.engine.core
         assert core.view is not None
         core.enter(core.view.number + 1)
 
-    _changed(patch, ViewFollower, "excluded", excluded)
+    _changed(patch, ViewChanger, "excluded", excluded)
 
 
 @plant
 def a_worker_that_is_lost_stays_in_the_view(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(following, "next_view", lambda *_, **__: None)
+    patch.setattr(view_changes, "next_view", lambda *_, **__: None)

@@ -68,7 +68,7 @@ class Backups:
         self._waits: list[asyncio.Future[None]] = []  # waits for the next change of the set
         self._look_scheduled = False
         self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that are waited for -> what is lacking
-        self.unsent = UnsentOffers(node, self._offer_all)
+        self.unsent = UnsentOffers(node, self._offer_at_once)
         """Pending boundaries that were not offered yet."""
 
     @property
@@ -139,11 +139,11 @@ class Backups:
             self.unsent.add(boundary, goes_on=gathers)
         else:
             self.unsent.flush()
-            self._offer_all([boundary])
+            self._offer_at_once([boundary])
         return True
 
-    def _offer_all(self, boundaries: list[Boundary]) -> None:
-        """Offers boundaries to all members, as far as that needs no waiting."""
+    def _offer_at_once(self, boundaries: list[Boundary]) -> None:
+        """Offers boundaries at once, if all nodes are members with idle managers; else their managers offer them."""
         idle, offered = self._idle_peers(), False
         try:
             offered = self._insync.all_members(len(idle)) and all(self._offer_now(each, boundaries) for each in idle)

@@ -156,7 +156,7 @@ class Invariants:
         if self._min_in_sync > 1:
             self._count_members(revision)
         self.check_holders()
-        self._check_wishes()
+        self._check_wishes_agree()
 
     def _check_put(self, kv: KeyValue, before: Mapping[int, object], gone: Container[str]) -> None:
         keys = self.view.keys
@@ -345,7 +345,7 @@ class Invariants:
 
     # -- placement --------------------------------------------------------------------------------
 
-    def _check_wishes(self) -> None:
+    def _check_wishes_agree(self) -> None:
         """Checks that nodes with the same view compute the same placement."""
         for name, node in self._living().items():
             if node.placement.by_task:

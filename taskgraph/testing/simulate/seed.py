@@ -520,7 +520,7 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     """Returns how a failed job ended; raises Violation if it had no reason to fail.
 
     A job may fail if its own code raised, or if all nodes in sync for a task are gone and no checkpoint is usable.
-    Such a node died, as the seed wanted, or was absent for `lost_after_s` (`World._check_absence`)."""
+    Such a node died, as the seed wanted, or was absent for `lost_after_s` (`World._check_absent_long_enough`)."""
     view = world.invariants.view
     mistake = world.workload.mistake
     if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:

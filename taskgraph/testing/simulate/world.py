@@ -532,7 +532,7 @@ class World:
                 )
         try:
             self._check_leases(events)
-            self._check_absence(events)
+            self._check_absent_long_enough(events)
             if kind == "submit" and made is not None:
                 before = self.invariants
                 self._gone_before |= {node for node in self.nodes if self._gone(node)}
@@ -585,8 +585,8 @@ class World:
             if self.invariants.is_of_last_commit(Stamp(name.attempt, name.epoch)):
                 self.fail(Violation(f"{node_id} removes {path}, which may still become a checkpoint"))
 
-    def _check_absence(self, events: tuple[KeyEvent, ...]) -> None:
-        """Checks that a node declared gone for its absence had no key for `lost_after_s`."""
+    def _check_absent_long_enough(self, events: tuple[KeyEvent, ...]) -> None:
+        """Checks that a node declared gone for an absent key had had no key for `lost_after_s`."""
         now, absent = self.loop.at, self._absent_since
         for event in events:
             key = event.kv.key

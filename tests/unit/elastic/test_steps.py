@@ -341,7 +341,7 @@ async def test_errors_by_name(error: str, text: str, body: Body) -> None:
     def noting_errors(run: Any) -> Any:
         try:
             body(run)
-            run.check_over()  # as the call of the job's function does
+            run.check_part_loop_ended()  # as the call of the job's function does
         except Exception as failed:
             raised.append(type(failed).__name__)
             raise

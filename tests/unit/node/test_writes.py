@@ -9,7 +9,7 @@ import pytest
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
-from taskgraph.node.writes import Writes
+from taskgraph.node.writes import EtcdWrites
 from taskgraph.protocol.kv import Compare, KeyValue, Put, Txn, TxnResult
 from taskgraph.protocol.records import EpochRecord
 
@@ -49,14 +49,14 @@ def put(writer: str) -> Txn:
 @pytest.mark.parametrize("executed", [True, False])
 async def test_write_with_lost_answer_happens_once(executed: bool) -> None:
     coordinator = Lossy((executed, OutcomeUnknown), (False, Unavailable))
-    revision = await Writes(coordinator).transact(put("a"), key="k", writer="a")
+    revision = await EtcdWrites(coordinator).transact(put("a"), key="k", writer="a")
     found = await coordinator.get("k")
     assert found is not None and found.mod_revision == found.create_revision == revision
 
 
 async def test_outrun_write_with_lost_answer_fails() -> None:
     coordinator = Lossy((False, OutcomeUnknown))
-    writing = asyncio.ensure_future(Writes(coordinator).transact(put("a"), key="k", writer="a"))
+    writing = asyncio.ensure_future(EtcdWrites(coordinator).transact(put("a"), key="k", writer="a"))
     await coordinator.lost.wait()
     assert (await coordinator.txn(put("b"))).succeeded
     assert await writing is None
@@ -64,7 +64,7 @@ async def test_outrun_write_with_lost_answer_fails() -> None:
 
 async def test_unexecuted_write_needs_no_read() -> None:
     coordinator = Lossy((False, Unavailable))
-    writing = asyncio.ensure_future(Writes(coordinator).transact(put("a"), key="k", writer="a"))
+    writing = asyncio.ensure_future(EtcdWrites(coordinator).transact(put("a"), key="k", writer="a"))
     await coordinator.lost.wait()
     assert (await coordinator.txn(put("a"))).succeeded, "of the same name, which no other has"
     assert await writing is None
@@ -73,7 +73,7 @@ async def test_unexecuted_write_needs_no_read() -> None:
 
 async def test_refused_write_waits() -> None:
     coordinator = Lossy((True, OutcomeUnknown), (False, AccessRefused), (False, AccessRefused))
-    writes = Writes(coordinator)
+    writes = EtcdWrites(coordinator)
     revision = await writes.transact(put("a"), key="k", writer="a")
     found = await coordinator.get("k")
     assert found is not None and found.mod_revision == revision, "that of the write whose answer was lost"
@@ -84,12 +84,12 @@ async def test_refused_write_waits() -> None:
 async def test_refused_first_write_fails() -> None:
     """Its user may be the wrong one."""
     with pytest.raises(AccessRefused):
-        await Writes(Lossy((False, AccessRefused))).transact(put("a"), key="k", writer="a")
+        await EtcdWrites(Lossy((False, AccessRefused))).transact(put("a"), key="k", writer="a")
 
 
 async def test_waiting_time_counts_from_first_try() -> None:
     coordinator = Lossy(*[(False, Unavailable)] * 10)
-    writes = Writes(coordinator)
+    writes = EtcdWrites(coordinator)
     writing = asyncio.ensure_future(writes.transact(put("a"), key="k", writer="a"))
     assert not writes.waits
     await coordinator.lost.wait()

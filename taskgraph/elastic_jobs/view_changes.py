@@ -23,11 +23,11 @@ from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.records import name_of
 
-__all__ = ["ViewFollower"]
+__all__ = ["ViewChanger"]
 
 
-class ViewFollower:
-    """The views of one worker.
+class ViewChanger:
+    """Follows the views for one worker, and changes them: proposes the next one, or begins a lineage alone.
 
     Args:
         again: returns the number of a view whose workers are to try again, in another one; -1: none.
