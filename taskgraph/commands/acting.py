@@ -86,7 +86,9 @@ async def kill(options: argparse.Namespace) -> int:
         risk, fails = kill_risk(view, reached.spec, node, number)
         if fails and not options.force:
             status = f"`taskgraph status {reached.name}`"
-            instead = f"wait until {status} shows one more in sync, or " if reached.spec.backups else ""
+            more = "another worker" if reached.spec.elastic else "one more in sync"
+            can_wait = reached.spec.backups or reached.spec.elastic
+            instead = f"wait until {status} shows {more}, or " if can_wait else ""
             if instead and not remaining_nodes(view, reached.spec.run, node):
                 instead = f"start another node (`taskgraph launch {reached.name}`) and {instead}"
             raise JobError(f"{risk}: {instead}kill it with --force")
@@ -112,16 +114,13 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
     again = number in _DRAINS and view.nodes[node].record.draining  # the second such signal ends a node at once
     if number in _DRAINS and not again:
         return drain_risk(view, spec, node), False
-    alone = [task for task in range(spec.tasks) if view.primaries.get(task) and _is_only_holder(view, task, node)]
+    if not (has := _sole_state(view, spec, node)):
+        return "", False
     at, pointer = view.stamp.epoch if view.stamp is not None else 0, view.checkpoint
-    if not alone or at == 0 or view.is_checkpointed:
-        return "", False  # boundary 0 can be made again, and files have that of the checkpoint
-    has = f"only {name_of(node)} has the state of task{'s' * (len(alone) > 1)} {ids_text(alone)}"
-    then = (
-        f"the job goes back to its checkpoint of epoch {pointer.record.epoch} (it is at epoch {at})"
-        if pointer is not None
-        else "the job fails"
-    )
+    then = "the job fails"
+    if pointer is not None:
+        then = f"the job goes back to its checkpoint of {spec.unit} {pointer.record.epoch}"
+        then += "" if spec.elastic else f" (it is at epoch {at})"
     if pointer is not None and not remaining_nodes(view, spec.run, node):
         then += " once another node is there; without --replace its launcher fails the job"
     if again:
@@ -132,6 +131,18 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
             False,
         )
     return f"{has}: {then}", pointer is None
+
+
+def _sole_state(view: JobView, spec: JobSpec, node: str) -> str:
+    """Says which state only this node has, that cannot be made again; "": none."""
+    if view.workers is not None:
+        workers = {worker for worker, _ in view.workers.record.workers}
+        others = [worker for worker in workers - {node} if worker in view.nodes and worker not in view.gone]
+        return f"only {name_of(node)} has the state" if node in workers and not others else ""
+    alone = [task for task in range(spec.tasks) if view.primaries.get(task) and _is_only_holder(view, task, node)]
+    if not alone or view.stamp is None or view.stamp.epoch == 0 or view.is_checkpointed:
+        return ""  # boundary 0 can be made again, and files have that of the checkpoint
+    return f"only {name_of(node)} has the state of task{'s' * (len(alone) > 1)} {ids_text(alone)}"
 
 
 def _is_only_holder(view: JobView, task: int, node: str) -> bool:

@@ -252,13 +252,14 @@ async def _left_text(how: str, reached: FoundJob, follower: Follower) -> str:
     view = follower.view
     if view.live_nodes(reached.spec.run):
         return text
-    if view.running and view.primaries:
-        text += f"; job {reached.name} has no node left, and the state of its tasks is lost"
+    if view.running and (view.primaries or view.workers is not None):
+        whose = "workers" if reached.spec.elastic else "tasks"
+        text += f"; job {reached.name} has no node left, and the state of its {whose} is lost"
         if view.checkpoint is not None:
-            text += f"; new nodes go on from its checkpoint of epoch {view.checkpoint.record.epoch}"
+            text += f"; new nodes go on from its checkpoint of {reached.spec.unit} {view.checkpoint.record.epoch}"
     elif follower.finished and not view.collected:
         text += f"; job {reached.name} had finished, but its values are lost: "
-        text += lost_text(reached.name, view.checkpoint)
+        text += lost_text(reached.name, view.checkpoint, reached.spec.unit)
     return text
 
 

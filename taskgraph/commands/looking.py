@@ -83,11 +83,11 @@ async def _status(options: argparse.Namespace) -> int:
                 continue
             away = False
             etcd_s, spec, view = time.monotonic() - began, reached.spec, keeper.view
-            if shown and view.workers is not None:
+            if shown and spec.elastic:
                 raise JobError("--tasks, --task: the workers of an elastic job have no tasks; leave the option out")
             statuses = await _statuses_of(reached, view)
             if options.json:
-                text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, view, statuses))
+                text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, view, statuses, elastic=spec.elastic))
             else:
                 text = status_text(await _picture(reached, view, statuses, etcd_s), shown) + _warning(reached)
             if options.watch and not options.json and takes_codes(sys.stdout):
@@ -133,6 +133,7 @@ async def _picture(
         name=spec.name,
         tasks=spec.tasks,
         epochs=spec.epochs,
+        elastic=spec.elastic,
         backups=spec.backups,
         view=view,
         statuses=statuses,
@@ -179,10 +180,10 @@ def _ended_here(entry: JobEntry) -> KeptJob | None:
 def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
     found = kept.parsed_result if kept.result else None
     if as_json:
-        print(json.dumps(kept_json(name, kept.status, found)))
+        print(json.dumps(kept_json(name, kept.status, found, elastic=kept.elastic)))
         return
     reason = kept.status.reason if kept.status is not None else ""
-    done = f"   {counted(found['epochs'], 'epoch')}" if found else ""
+    done = f"   {counted(found['epochs'], 'sum' if kept.elastic else 'epoch')}" if found else ""
     print(f"{name}  {kept.state or 'unknown'}{done}" + (f"\n  {printable(reason)}" if reason else ""))
 
 

@@ -189,7 +189,8 @@ class _Run:
         """Prints the failure as JSON for programs; people read it on standard error."""
         if self._options.json:
             self._new_line()
-            print(json.dumps(kept_json(self._job.name, status_of(error), None)), flush=True)
+            elastic = self._job.elastic is not None
+            print(json.dumps(kept_json(self._job.name, status_of(error), None, elastic=elastic)), flush=True)
 
     def _show(self, result: JobResult) -> None:
         self._new_line()

@@ -37,6 +37,7 @@ class JobSpec:
         checkpoint, checkpoint_every: as in the job.
         checkpoint_series: counts the starts from epoch 0, to tell older checkpoints from newer ones.
         checkpoint_changed: checkpoints that another version of the driver wrote are used, too.
+        elastic: the job is elastic: it has sums in place of epochs, and one task for its value.
         token_mark: shows whether a token is this job's, without revealing it; "": unknown.
         version, protocol: the versions of the taskgraph that submitted the job.
     """
@@ -57,6 +58,7 @@ class JobSpec:
     checkpoint_every: int = 10
     checkpoint_series: int = 1
     checkpoint_changed: bool = False
+    elastic: bool = False
     token_mark: str = ""
     version: str = VERSION
     protocol: int = PROTOCOL
@@ -91,7 +93,13 @@ class JobSpec:
             settings=dataclasses.asdict(job.settings),
             checkpoint=job.checkpoint,
             checkpoint_every=job.checkpoint_every,
+            elastic=job.elastic is not None,
         )
+
+    @property
+    def unit(self) -> str:
+        """What its checkpoints count: "epoch", or "sum" if it is elastic."""
+        return "sum" if self.elastic else "epoch"
 
     def to_bytes(self) -> bytes:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()

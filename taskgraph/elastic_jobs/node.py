@@ -247,14 +247,14 @@ class ElasticNode(WorkerNode):
         return (*self.leaving_state.waits, *self._waits_in_view())
 
     def _waits_in_view(self) -> tuple[str, ...]:
-        core, known = self.engine.core, self.keeper.view.workers
+        core, known, step = self.engine.core, self.keeper.view.workers, self.trace.step
         if known is None:
             return (f"{self.name} waits for the first view, which needs the nodes that the job was started with",)
         if core.phase == Phase.OUTSIDE:
-            return (f"{self.name} waits to enter, after {core.position} sums",)
+            return (f"{self.name} waits to enter" + (f", in step {step}" if step >= 0 else ": it copies the state"),)
         if not (awaited := self.engine.awaited):
             return ()
-        return (f"{self.name} waits for {awaited}, after {core.position} sums",)
+        return (f"{self.name} waits for {awaited}, in step {step}",)
 
     def status(self) -> NodeStatus:
         view = self.keeper.view
@@ -265,7 +265,7 @@ class ElasticNode(WorkerNode):
             pid=os.getpid(),
             paused=self.paused,
             draining=self.draining,
-            stamp=(view.stamp.attempt, view.stamp.epoch) if view.stamp else None,
+            stamp=(view.stamp.attempt, self.trace.step) if view.stamp and self.trace.step >= 0 else None,
             revision=view.revision,
             leader=view.workers is not None and view.workers.record.workers[0][0] == self.id,
             replicas=(),

@@ -230,7 +230,8 @@ class Collector(Follower):
             async with if_etcd_answers(_REST_S):
                 events = await self.events_of_run()
         lines = tuple(event.to_json() for event in events)
-        kept = structs.replace(kept, run=self._spec.run, status=status, event_lines=lines)
+        spec = self._spec
+        kept = structs.replace(kept, run=spec.run, status=status, event_lines=lines, elastic=spec.elastic)
         await _in_thread(lambda: Runtime().keep_finished(self._spec.name, kept))
 
     def only_on_nodes_text(self) -> str:
@@ -259,7 +260,7 @@ class Collector(Follower):
         """Notes in `kept` why the values of a finished job are lost, if they are."""
         view = self.view
         if self.finished and not view.collected and not view.live_nodes(self._spec.run):
-            self.kept = KeptJob(not_kept=lost_text(self._spec.name, view.checkpoint))
+            self.kept = KeptJob(not_kept=lost_text(self._spec.name, view.checkpoint, self._spec.unit))
         elif self.finished and view.collected:
             async with if_etcd_answers(_REST_S):
                 found = collected_record(await self._coordinator.get(view.keys.collected))

@@ -130,7 +130,7 @@ class Follower:
     def resume_hint(self, before: str = "") -> str:
         """Returns how to go on from the job's checkpoint, after `before`; "" without one."""
         pointer = self.view.checkpoint
-        return before + resume_hint(pointer.record) if pointer is not None else ""
+        return before + resume_hint(pointer.record, self._spec.unit) if pointer is not None else ""
 
     @property
     def _is_ours(self) -> bool:

@@ -246,7 +246,7 @@ class InProcessCluster:
 
     def waits(self) -> str:
         """Says what the job waits for, as its leader and primaries know it."""
-        return waits_text(node.status() for node in self.living)
+        return waits_text((node.status() for node in self.living), elastic=self.spec.elastic)
 
     async def stop(self) -> None:
         """Ends every node. Code that does not return stays in daemon threads, also if a checkpoint directory hangs.
@@ -295,7 +295,7 @@ async def arun_inprocess(
     except (JobFailed, asyncio.CancelledError) as error:
         # An error that names the checkpoint says that it cannot be used.
         if (left := cluster.checkpoint()) is not None and left.name not in str(error):
-            error.add_note(resume_hint(left))
+            error.add_note(resume_hint(left, cluster.spec.unit))
         raise
     finally:
         await cluster.stop()

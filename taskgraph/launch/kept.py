@@ -24,6 +24,7 @@ class KeptJob(Record, frozen=True, kw_only=True, omit_defaults=True):
         result: as JSON; "": not kept.
         not_kept: why the result, or a part of it, is not kept; "": all of it is, or the reason is unknown.
         event_lines: its events as JSON, the oldest first.
+        elastic: it was an elastic job.
     """
 
     run: str = ""
@@ -31,6 +32,7 @@ class KeptJob(Record, frozen=True, kw_only=True, omit_defaults=True):
     result: str = ""
     not_kept: str = ""
     event_lines: tuple[str, ...] = ()
+    elastic: bool = False
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -98,17 +100,21 @@ def status_of(error: JobFailed) -> StatusRecord:
     )
 
 
-def resume_hint(checkpoint: CheckpointRecord) -> str:
-    """Returns how a job that did not finish goes on from its checkpoint."""
+def resume_hint(checkpoint: CheckpointRecord, unit: str) -> str:
+    """Returns how a job that did not finish goes on from its checkpoint.
+
+    Args:
+        unit: `JobSpec.unit`.
+    """
     return (
-        f"its checkpoint of epoch {checkpoint.epoch} is complete: go on from there with --resume (--resume-changed if "
+        f"its checkpoint of {unit} {checkpoint.epoch} is complete: go on from there with --resume (--resume-changed if "
         f"you change the driver)"
     )
 
 
-def lost_text(name: str, checkpoint: Versioned[CheckpointRecord] | None) -> str:
+def lost_text(name: str, checkpoint: Versioned[CheckpointRecord] | None, unit: str) -> str:
     """Returns why the values of a finished job are lost, and how to compute them again from its checkpoint."""
     why = "its last node left before anyone collected them"
     if checkpoint is None:
         return why
-    return f"{why}; {resume_hint(checkpoint.record)}, or with new nodes for this run (`taskgraph launch {name}`)"
+    return f"{why}; {resume_hint(checkpoint.record, unit)}, or with new nodes for this run (`taskgraph launch {name}`)"

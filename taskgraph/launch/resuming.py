@@ -89,7 +89,7 @@ async def plan(
         return _go_on(spec, start_point, store, checkpoints, attempt)
     newest = checkpoints.names[0] if checkpoints.names else None
     if resume:
-        _warn_of_beginning(store, newest)
+        _warn_of_beginning(spec, store, newest)
     return spec, dataclasses.replace(start_point, over=newest)
 
 
@@ -114,21 +114,22 @@ def _which_text(spec: JobSpec, store: Store, checkpoints: _Checkpoints) -> str:
     if not checkpoints.current:
         ways = "they are of an earlier run than the last; start from the beginning (--resume or --fresh"
     return (
-        f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {checkpoints.names[0].epoch}: {ways}; they "
-        f"are removed once there are newer ones)"
+        f"job {spec.name!r} has checkpoints in {store}, the newest of {spec.unit} {checkpoints.names[0].epoch}: {ways}; "
+        f"they are removed once there are newer ones)"
     )
 
 
-def _warn_of_beginning(store: Store, newest: Name | None) -> None:
+def _warn_of_beginning(spec: JobSpec, store: Store, newest: Name | None) -> None:
     """Warns that a resumed job starts at epoch 0."""
     if newest is None:
         log.warning("%s holds no checkpoint yet: the job starts from its beginning", store)
     else:
         log.warning(
             "the run that was begun last left no complete checkpoint in %s: the job starts from its beginning. The "
-            "checkpoint of epoch %d there is of an earlier run, and is removed once there is a newer one (to go on "
+            "checkpoint of %s %d there is of an earlier run, and is removed once there is a newer one (to go on "
             "from it instead, end this run before that, and remove what is there of later series than s%04d)",
             store,
+            spec.unit,
             newest.epoch,
             newest.series,
         )
@@ -146,7 +147,8 @@ def _go_on(
     name = found.manifest.parsed
     if found.manifest.fingerprint != spec.fingerprint:
         log.warning(
-            "the checkpoint of epoch %d was written by driver %s; it goes on with this one, %s",
+            "the checkpoint of %s %d was written by driver %s; it goes on with this one, %s",
+            spec.unit,
             name.epoch,
             found.manifest.fingerprint,
             spec.fingerprint,
@@ -156,7 +158,7 @@ def _go_on(
         epoch=name.epoch, attempt=name.attempt, name=str(name), before=found.manifest.before, writer=spec.run
     )
     epoch = EpochRecord(epoch=name.epoch, attempt=lineage, lineage=lineage, base=name.epoch, writer=spec.run)
-    log.info("the job goes on from the checkpoint of epoch %d: %s/%s", name.epoch, store, name)
+    log.info("the job goes on from the checkpoint of %s %d: %s/%s", spec.unit, name.epoch, store, name)
     spec = dataclasses.replace(spec, checkpoint_series=name.series)  # no new one is begun
     return spec, StartPoint(epoch, record, found.refused, start_point.after)
 
@@ -197,10 +199,11 @@ async def begin(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint
             await threads.run(lambda: store.begin(spec.checkpoint_series, spec.run))
     except OSError as error:  # of which TimeoutError is one
         log.warning(
-            "it cannot be noted in %s that this run began at epoch 0 (%s): if it ends before its first checkpoint, "
-            "--resume goes on from that of epoch %d, of an earlier run",
+            "it cannot be noted in %s that this run began anew (%s): if it ends before its first checkpoint, --resume "
+            "goes on from that of %s %d, of an earlier run",
             store,
             str(error) or f"it takes longer than {_SLOW_S:g} s",
+            spec.unit,
             start_point.over.epoch,
         )
     finally:

@@ -118,15 +118,16 @@ async def _running_text(coordinator: Coordinator, keys: Keys) -> str:
             f"`taskgraph shutdown {name}`, or give this one another name with --name"
         )
     none = "it has no nodes"
-    if await coordinator.get(keys.primary(0)) is None:  # they load their driver, and what it imports, before
+    if not (await coordinator.get(keys.primary(0)) or await coordinator.get(keys.workers)):  # they load their driver, and what it imports, before
         none += " yet (or they are starting)"
     if pointer is None:
         return (
             f"a job {name!r} is running already, but {none}: start some with `taskgraph launch {name}`, end it with "
             f"`taskgraph shutdown {name}`, or give this one another name with --name"
         )
-    epoch = CheckpointRecord.from_bytes(pointer.value).epoch
+    epoch, spec = CheckpointRecord.from_bytes(pointer.value).epoch, await coordinator.get(keys.spec)
+    unit = decode_key(JobSpec.from_bytes, spec, keys).unit if spec is not None else "epoch"
     return (
         f"a job {name!r} is running already, but {none}: those that you start with `taskgraph launch {name}` go on "
-        f"from its checkpoint of epoch {epoch}; or end it with `taskgraph shutdown {name}`, and resume it then"
+        f"from its checkpoint of {unit} {epoch}; or end it with `taskgraph shutdown {name}`, and resume it then"
     )

@@ -280,7 +280,7 @@ class Supervisor:
     async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
         self._without_etcd = how = await ended()
         kept = self._runtime.kept_logs(self._spec.name)
-        lost = "no epoch can commit"
+        lost = "the job cannot end" if self._spec.elastic else "no epoch can commit"
         if self._follower.view.finished:
             lost = "the results, of a job that had finished, cannot be collected"
         raise JobFailed(
@@ -299,12 +299,12 @@ class Supervisor:
         view = self._follower.view
         if view.finished:
             why = self._follower.unreachable or "`result()` of some task was still at work, or they were on their way"
-            return f"its epochs were done, and its results not yet here: {why}"
+            return f"its {'steps' if self._spec.elastic else 'epochs'} were done, and its results not yet here: {why}"
         statuses = await node_statuses(view, self._spec.run, self._entry.token_bytes, self._entry.node_access)
         said = [status for status in statuses.values() if not isinstance(status, TaskGraphError)]
         if statuses and not said:
             return f"none of its nodes answers: {next(iter(statuses.values()))}"
-        return waits_text(said)
+        return waits_text(said, elastic=self._spec.elastic)
 
     async def _try_to_end(self, reason: str, state: str) -> None:
         """Writes the job's end to etcd, if etcd answers."""

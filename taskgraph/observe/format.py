@@ -93,16 +93,25 @@ def ids_text(ids: Sequence[int]) -> str:
 
 
 def status_json(
-    name: str, tasks: int, epochs: int | None, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError]
+    name: str,
+    tasks: int,
+    epochs: int | None,
+    view: JobView,
+    statuses: Mapping[str, NodeStatus | TaskGraphError],
+    *,
+    elastic: bool = False,
 ) -> dict[str, Any]:
     """Returns a job's status for programs. An ended job has the same keys (docs/commands.md)."""
     said = {node: status for node, status in statuses.items() if isinstance(status, NodeStatus)}
     replicas = {(node, replica.task): replica for node, status in said.items() for replica in status.replicas}
     return {
         **_end_json(name, view.status.record if view.status else None),
-        "epoch": view.stamp.epoch if view.stamp else None,
+        "epoch": view.stamp.epoch if view.stamp and not elastic else None,
         "attempt": view.stamp.attempt if view.stamp else None,
         "epochs": epochs,
+        "step": max((s.stamp[1] for s in said.values() if s.stamp is not None), default=None) if elastic else None,
+        "sums": view.stamp.epoch if elastic and view.stamp and view.finished else None,
+        "workers": [name_of(worker) for worker, _ in view.workers.record.workers] if view.workers is not None else [],
         "nodes": [
             {
                 "name": v.record.name,
@@ -116,20 +125,25 @@ def status_json(
             }
             for node, v in sorted(view.nodes.items())
         ],
-        "tasks": [_task_json(task, view, replicas) for task in range(tasks)],
+        "tasks": [_task_json(task, view, replicas) for task in range(0 if elastic else tasks)],
         "waits": [wait for status in said.values() for wait in status.waits],
         "result": None,
     }
 
 
-def kept_json(name: str, record: StatusRecord | None, result: dict[str, Any] | None) -> dict[str, Any]:
+def kept_json(
+    name: str, record: StatusRecord | None, result: dict[str, Any] | None, *, elastic: bool = False
+) -> dict[str, Any]:
     """Returns the status of an ended job from its kept record and result, with the keys of `status_json`."""
-    epoch = record.epoch if record is not None else None
+    at = result["epochs"] if result is not None else record.epoch if record is not None else None
     return {
         **_end_json(name, record),
-        "epoch": epoch if result is None else result["epochs"],
+        "epoch": None if elastic else at,
         "attempt": None,
         "epochs": None,
+        "step": None,
+        "sums": at if elastic else None,
+        "workers": [],
         "nodes": [],
         "tasks": [],
         "waits": [],

@@ -53,7 +53,7 @@ class NodeStatus:
     """One node.
 
     Attributes:
-        stamp: (attempt, epoch), read from etcd at `revision`.
+        stamp: (attempt, epoch), read from etcd at `revision`; of a worker of an elastic job: (attempt, step at work).
         waits: what the node itself, and the leader on it, wait for.
     """
 
@@ -103,7 +103,7 @@ _MAX_LINES = 8
 """Lines to show."""
 
 
-def waits_text(statuses: Iterable[NodeStatus]) -> str:
+def waits_text(statuses: Iterable[NodeStatus], *, elastic: bool = False) -> str:
     """Says what a job that did not end in time waits for.
 
     Running user code comes first, since other waits may depend on it. Then come the leader's findings, or if there are
@@ -125,7 +125,8 @@ def waits_text(statuses: Iterable[NodeStatus]) -> str:
         return "no node had registered yet"
     if paused := [status.name for status in statuses if status.paused]:
         return f"it waits: {', '.join(paused)} paused, since etcd did not renew the lease"
-    if not any(replica.role == "primary" for replica in replicas):
+    if not elastic and not any(replica.role == "primary" for replica in replicas):
         return "none of its tasks had a primary"
     epochs = [status.stamp[1] for status in statuses if status.stamp is not None]
-    return f"it was still computing, in epoch {max(epochs)}" if epochs else "it was still computing"
+    unit = "step" if elastic else "epoch"
+    return f"it was still computing, in {unit} {max(epochs)}" if epochs else "it was still computing"

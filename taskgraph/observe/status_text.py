@@ -44,6 +44,7 @@ class StatusData:
 
     Attributes:
         statuses: node -> its answer, or the error in place of an answer.
+        elastic: the job is elastic.
         commits: the newest commits, as the leader reported them.
         kept: the events that etcd keeps.
         etcd_s: how long etcd took for an answer.
@@ -58,6 +59,7 @@ class StatusData:
     backups: int
     view: JobView
     statuses: Mapping[str, NodeStatus | TaskGraphError]
+    elastic: bool = False
     commits: Sequence[Event] = ()
     kept: Sequence[Event] = ()
     etcd_s: float | None = None
@@ -95,7 +97,7 @@ def status_text(picture: StatusData, shown: Sequence[int] = ()) -> str:
         lines += [*_safety(picture), *_node_table(picture, None if shown else _NODES), *_waiting(picture)]
     if shown:
         lines += ["", *_task_table(picture, shown)]
-    more = "" if shown else "more: --tasks, --task 3-7, --json" if view.workers is None else "more: --json"
+    more = "" if shown else "more: --tasks, --task 3-7, --json" if not picture.elastic else "more: --json"
     logs = f"logs: {picture.logs}" if picture.logs else ""
     if more or logs:
         one = "; ".join(filter(None, (more, logs)))
@@ -108,9 +110,9 @@ def _head(picture: StatusData) -> list[str]:
     state = view.status.record.state if view.status else "unknown"
     words = [picture.name, state + _running_since(picture)]
     if view.stamp and state == State.FINISHED:
-        words.append(f" {counted(view.stamp.epoch, 'epoch' if view.workers is None else 'sum')}")
-    elif view.workers is not None:
-        words.append(f" step {picture.commits[-1].epoch}" if picture.commits else " no report of a step yet")
+        words.append(f" {counted(view.stamp.epoch, 'sum' if picture.elastic else 'epoch')}")
+    elif picture.elastic:
+        words += _step(picture)
     elif view.stamp:
         attempt = f", attempt {view.stamp.attempt}" if view.stamp.attempt > 1 else ""
         words.append(f" epoch {view.stamp.epoch}{last_text(picture.epochs)}{attempt}")
@@ -120,6 +122,17 @@ def _head(picture: StatusData) -> list[str]:
         words += [f" {word}" for word in _pace(picture)]
     reason = view.status.record.reason if view.status else ""
     return ["  ".join(words), *([f"  {printable(reason)}"] if reason else [])]
+
+
+def _step(picture: StatusData) -> list[str]:
+    """Returns which step the workers of an elastic job are at, or from where the next ones go on."""
+    said = [s.stamp[1] for s in picture.statuses.values() if isinstance(s, NodeStatus) and s.stamp is not None]
+    if said:
+        return [f" step {max(said)}"]
+    checkpoint = picture.view.checkpoint
+    if checkpoint is not None:
+        return [f" checkpoint of sum {checkpoint.record.epoch}"]
+    return [" no step yet"] if picture.view.running else []
 
 
 def _running_since(picture: StatusData) -> str:
@@ -338,6 +351,8 @@ def no_node_text(
     none = "no nodes are registered"
     if not view.running:
         return none
+    if view.workers is not None:
+        return f"{none}{_lost_workers_text(view, name, lost_after_s)}"
     members = {
         node
         for task, primary in view.primaries.items()
@@ -363,6 +378,22 @@ def no_node_text(
             f"If that run has ended: `taskgraph launch {name}` starts some"
         )
     return f"{none}: start some with `taskgraph launch {name}`"
+
+
+def _lost_workers_text(view: JobView, name: str, lost_after_s: float) -> str:
+    """Says what became of the workers of an elastic job, and what happens if new ones are started."""
+    assert view.workers is not None
+    absent = sorted(name_of(worker) for worker, _ in view.workers.record.workers if worker not in view.gone)
+    launch, checkpoint = f"`taskgraph launch {name}`", view.checkpoint
+    then = f"goes on from its checkpoint of sum {checkpoint.record.epoch}" if checkpoint else "fails: no checkpoint"
+    if not absent:
+        return f": all workers have ended, and the state with them.\nIf you start new nodes ({launch}), the job {then}"
+    return (
+        f". {first_names(absent, _MAX_NAMED)} had the state, and {'has' if len(absent) == 1 else 'have'} lost contact "
+        f"with etcd.\nA worker that is only cut off comes back by itself: look first which processes live.\n"
+        f"If you start new nodes ({launch}), they give up absent workers after {lost_after_s:g} s (lost_after_s), and "
+        f"the job {then}"
+    )
 
 
 def _after_loss(view: JobView, name: str) -> str:
