@@ -114,8 +114,8 @@ def _which_text(spec: JobSpec, store: Store, checkpoints: _Checkpoints) -> str:
     if not checkpoints.current:
         ways = "they are of an earlier run than the last; start from the beginning (--resume or --fresh"
     return (
-        f"job {spec.name!r} has checkpoints in {store}, the newest of {spec.unit} {checkpoints.names[0].epoch}: {ways}; "
-        f"they are removed once there are newer ones)"
+        f"job {spec.name!r} has checkpoints in {store}, the newest of {spec.unit} {checkpoints.names[0].epoch}: "
+        f"{ways}; they are removed once there are newer ones)"
     )
 
 

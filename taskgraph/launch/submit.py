@@ -118,7 +118,8 @@ async def _running_text(coordinator: Coordinator, keys: Keys) -> str:
             f"`taskgraph shutdown {name}`, or give this one another name with --name"
         )
     none = "it has no nodes"
-    if not (await coordinator.get(keys.primary(0)) or await coordinator.get(keys.workers)):  # they load their driver, and what it imports, before
+    started = await coordinator.get(keys.primary(0)) or await coordinator.get(keys.workers)
+    if started is None:  # they load their driver, and what it imports, before
         none += " yet (or they are starting)"
     if pointer is None:
         return (
