@@ -36,7 +36,7 @@ class Leaving:
         node = self._node
         if not node.draining or self.over or node.id in leavers(node.keeper.view, node.suspects | node.gone):
             return ()
-        return (f"{node.name} waits to leave: no other worker has the state. Start one with `taskgraph launch`",)
+        return (f"{node.name} leaves once another worker has the state: `taskgraph launch`",)
 
     @property
     def over(self) -> bool:

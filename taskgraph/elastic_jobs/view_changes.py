@@ -179,8 +179,9 @@ class ViewChanger:
             await node.short_pause()
             return
         core = node.engine.core
-        since = core.position if node.has_begun() else saved
-        text = f"all other workers are gone: {node.name} goes on alone after {since} sums"
+        text = f"all other workers have ended: {node.name} goes on alone after {core.position} sums"
+        if not node.has_begun():
+            text = f"all workers have ended: {node.name} goes on from the checkpoint of sum {saved}"
         node.events.emit("returned", text)
         if node.has_begun():
             core.whole = True
