@@ -2,14 +2,17 @@
 
     state between two steps ──stable──► file ──► staged manifest ──► pointer in etcd ──► final manifest
 
-The most senior worker of the view writes them. The pointer's transaction compares the view, so a worker that was taken
-for lost points to nothing. Files and manifests are those of task graphs (`taskgraph.checkpoint`), of one task.
+The most senior worker of the view writes them, and the final manifest of one whose writer died before that. The
+pointer's transaction compares the view, so a worker that was taken for lost points to nothing. Files and manifests are
+those of task graphs (`taskgraph.checkpoint`), of one task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.elastic_jobs.libraries import pytorch
@@ -50,6 +53,7 @@ class Checkpoints:
     def __init__(self, node: WorkerNode, place: Place | None) -> None:
         self._node = node
         self._reader = CheckpointReader(node, node.file_threads, place)
+        self._finished = ""  # the checkpoint that has its final manifest
 
     async def read(self) -> StateCopy | None:
         """Returns the state of the checkpoint that the pointer names; None if there is none.
@@ -77,8 +81,7 @@ class Checkpoints:
             return
         while True:
             await asyncio.sleep(node.job.elastic.checkpoint_every_s)
-            view = node.engine.core.view
-            if view is not None and view.workers[:1] == (node.id,) and node.has_begun() and not node.paused:
+            if self._is_writer and node.has_begun() and not node.paused:
                 mark = node.trace.begin(of_step=False)
                 copy = await node.copied_state()
                 try:
@@ -87,6 +90,29 @@ class Checkpoints:
                         node.trace.keep(mark, "checkpoint", f"checkpoint after step {copy.step}")
                 except (OSError, CheckpointError, CoordinationError) as error:
                     node.events.emit("checkpoint failed", f"{error}; the job goes on with the one before")
+
+    async def finish(self) -> None:
+        """Writes final manifests that are missing: the writer may have died after it had put the pointer."""
+        node, keeper = self._node, self._node.keeper
+        if node.spec.checkpoint is None:
+            return
+        while True:
+            await keeper.wait_until(lambda v: self._is_writer and self._unfinished != "", structure=True)
+            name = self._unfinished
+            with contextlib.suppress(OSError, CheckpointError):  # the next checkpoint takes its place
+                await self._reader.call(partial(self._reader.store.finish, name))
+            self._finished = name
+
+    @property
+    def _is_writer(self) -> bool:
+        known = self._node.keeper.view.workers
+        return known is not None and known.record.workers[0][0] == self._node.id
+
+    @property
+    def _unfinished(self) -> str:
+        """The checkpoint that the pointer names, if its final manifest may be missing; "": none."""
+        pointer = self._node.keeper.view.checkpoint
+        return pointer.record.name if pointer is not None and pointer.record.name != self._finished else ""
 
     def _is_useful(self, copy: StateCopy, lineage: int) -> bool:
         """True if the job runs in this lineage, and has no checkpoint as late as this state."""
@@ -126,5 +152,6 @@ class Checkpoints:
             await node.keeper.refresh()
             return
         await self._reader.call(lambda: store.finish(str(name)))
+        self._finished = str(name)
         await self._reader.call(lambda: store.keep_only((str(name), *kept), str(name)))
         node.events.emit("checkpoint", f"checkpoint after step {copy.step}: {store}/{name}")

@@ -81,6 +81,7 @@ class ElasticNode(WorkerNode):
             "views": self.views.run(),
             "user code": self._work(),
             "checkpoints": self.checkpoints.run(),
+            "final manifests": self.checkpoints.finish(),
             "silence": self.silence.run(),
         }
 

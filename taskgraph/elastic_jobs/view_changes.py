@@ -16,6 +16,7 @@ from taskgraph.elastic_jobs.differing import Differences
 from taskgraph.elastic_jobs.interface import WorkerNode
 from taskgraph.elastic_jobs.joining import Joining
 from taskgraph.errors import JobError
+from taskgraph.observe.format import counted
 from taskgraph.protocol.elastic import transactions
 from taskgraph.protocol.elastic.succession import first_view, lone_view, must_go_on_alone, next_view
 from taskgraph.protocol.elastic.views import View
@@ -128,12 +129,21 @@ class ViewChanger:
         node = self._node
         job, before, writer = node.keeper.view, self.workers, node.writer()
         txn = transactions.propose(job, view, node=node.id, node_revision=node.node_revision, writer=writer)
+        mark = node.trace.begin(of_step=False)
         revision = await node.put_view(txn, writer)
+        node.trace.keep(mark, "view", f"puts view {view.number}" + ("" if revision else ", refused"))
         if revision is None:
             await node.short_pause()
             return
+        if not before:
+            self._emit_began(view)
         self._emit_losses(before, view)
         await node.keeper.wait_for_revision(revision)
+
+    def _emit_began(self, view: View) -> None:
+        pointer, names = self._node.keeper.view.checkpoint, ", ".join(map(name_of, view.workers))
+        began = f"the job goes on from the checkpoint of sum {pointer.record.epoch}" if pointer else "the job began"
+        self._node.events.emit("began", f"{began}: {counted(len(view.workers), 'worker')}: {names}")
 
     def _emit_losses(self, before: Iterable[str], view: View) -> None:
         """Emits which workers this node excluded, unless their death or departure is known."""

@@ -29,7 +29,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
 
-__all__ = ["Resume", "begin", "plan"]
+__all__ = ["Resume", "begin", "complete", "plan"]
 
 log = logging.getLogger("taskgraph")
 
@@ -89,7 +89,7 @@ async def plan(
         return _go_on(spec, start_point, store, checkpoints, attempt)
     newest = checkpoints.names[0] if checkpoints.names else None
     if resume:
-        _warn_of_beginning(spec, store, newest)
+        _warn_of_beginning(spec, store, newest, unfinished=checkpoints.attempt > 0)
     return spec, dataclasses.replace(start_point, over=newest)
 
 
@@ -119,9 +119,15 @@ def _which_text(spec: JobSpec, store: Store, checkpoints: _Checkpoints) -> str:
     )
 
 
-def _warn_of_beginning(spec: JobSpec, store: Store, newest: Name | None) -> None:
+def _warn_of_beginning(spec: JobSpec, store: Store, newest: Name | None, *, unfinished: bool) -> None:
     """Warns that a resumed job starts at epoch 0."""
-    if newest is None:
+    if newest is None and unfinished:
+        log.warning(
+            "the checkpoints in %s were not finished, since the run before ended while it wrote them: the job starts "
+            "from its beginning",
+            store,
+        )
+    elif newest is None:
         log.warning("%s holds no checkpoint yet: the job starts from its beginning", store)
     else:
         log.warning(
@@ -206,6 +212,23 @@ async def begin(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint
             spec.unit,
             start_point.over.epoch,
         )
+    finally:
+        threads.close()
+
+
+async def complete(spec: JobSpec, pointer: CheckpointRecord) -> None:
+    """Writes the final manifest of a checkpoint that the pointer names, if its writer died before. Only logs an error.
+
+    A job whose etcd ends with it can be resumed from there only then.
+    """
+    assert spec.checkpoint is not None
+    threads = PooledThreads("checkpoints", limit=1)
+    try:
+        store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
+        async with asyncio.timeout(_SLOW_S):
+            await threads.run(lambda: store.finish(pointer.name))
+    except (OSError, CheckpointError) as error:  # of which TimeoutError is one
+        log.warning("the last manifest of checkpoint %s is not there: %s", pointer.name, error)
     finally:
         threads.close()
 

@@ -18,6 +18,7 @@ from taskgraph.launch.follow import DELETED, find_kept, if_etcd_answers, node_st
 from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.kept import KeptJob, job_failed
 from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.resuming import complete
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stalls
 from taskgraph.network.listening import NOWHERE, Listening
@@ -337,6 +338,8 @@ class Supervisor:
                 await follower.keeper.load()
             await self._wait_for_others(others_s)
         view, status = follower.view, follower.status
+        if self._etcd_ended is not None and view.checkpoint is not None and not follower.finished:
+            await complete(self._spec, view.checkpoint.record)
         collected = follower.kept.result or follower.kept.not_kept
         if follower.finished and self._uncollected and not collected:
             await (self._use_collected() if view.collected else self._note_uncollected())

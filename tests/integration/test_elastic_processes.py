@@ -17,6 +17,7 @@ import taskgraph as tg
 from taskgraph.driver.loading import load_driver
 
 DRIVER = str(Path(__file__).parent / "drivers" / "elastic_fit.py")
+UNFINISHED = Path(__file__).parent / "drivers" / "elastic_unfinished.py"
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +139,18 @@ async def test_commands_that_look(cli: Cli) -> None:
     printed = await cli("result", "fit", "--json")
     assert json.loads(printed.out)["values"].keys() == {"0"}
     await cli.nothing_left()
+
+
+async def test_run_without_final_manifest_is_resumed(cli: Cli, tmp_path: Path) -> None:
+    """The only worker dies after etcd, which ends with the run, names a checkpoint, before its final manifest."""
+
+    async def values_of(where: str, *options: str) -> tuple[Any, str]:
+        done = await cli("run", str(UNFINISHED), "--json", "-o", f"checkpoint=file://{tmp_path}/{where}", *options)
+        return json.loads(done.out.splitlines()[-1]).get("values"), done.err
+
+    values, said = await values_of("kept", "--nodes", "1", "-o", "dies=yes")
+    assert values is None and "its checkpoint of sum " in said and " is complete: go on from there" in said
+    resumed, said = await values_of("kept", "--nodes", "2", "--resume")
+    assert "the job goes on from the checkpoint of sum " in said
+    calm, _ = await values_of("calm", "--nodes", "0")
+    assert resumed == calm
