@@ -262,7 +262,8 @@ class NodeLife(NodeCore):
     async def _give_results_up(self) -> bool:
         """Records in etcd that the results are given up. False if the job changed: look at it again."""
         view, writer = self.keeper.view, self.writer()
-        why = f"nobody collected them within {self.settings.results_kept_s:g} s (settings.results_kept_s)"
+        within = f"{self.settings.results_kept_s:g} s (settings.results_kept_s)"
+        why = f"neither a launcher nor `taskgraph result` collected them within {within}"
         txn = transactions.give_results_up(view, why, by=self.name, writer=writer)
         try:
             async with asyncio.timeout(self.settings.call_s):

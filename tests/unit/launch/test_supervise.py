@@ -275,7 +275,7 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
     monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
     etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
     await submit(etcd, SPEC)
-    record = KeptJob(result=RESULT.to_json()) if kept else KeptJob(not_kept="nobody collected them within 300 s")
+    record = KeptJob(result=RESULT.to_json()) if kept else KeptJob(not_kept="no launcher collected them within 300 s")
     collected = Put(keys.collected, record.to_bytes())
     finished = Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes())
     await etcd.txn(Txn(success=(finished, collected)))

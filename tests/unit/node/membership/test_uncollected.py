@@ -62,7 +62,8 @@ def test_job_stays_finished_while_nodes_leave(every: int, tmp_path: Path) -> Non
         took_s = await leaving
         assert state_of(cluster) == State.FINISHED
         assert why_none(cluster).endswith(
-            "its values are not kept: nobody collected them within 5 s (settings.results_kept_s)"
+            "its values are not kept: neither a launcher nor `taskgraph result` collected them within 5 s "
+            "(settings.results_kept_s)"
         )
         assert 4.9 < took_s < 5.5, "all of them at once"
 
