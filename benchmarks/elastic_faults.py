@@ -148,7 +148,8 @@ class Faults:
     Attributes:
         step_ms: of undisturbed steps.
         until_next_ms: kind of fault -> from the fault until the next step is complete.
-        parts_again: parts that workers which live computed twice, or two of them.
+        parts_again: parts that workers which live computed twice, or two of them, but for the first part of a newcomer,
+            which the most senior worker checks.
         steps_lost: steps that a worker holds no total of, between two that it does.
     """
 
@@ -192,6 +193,9 @@ async def inject(job: Any, count: int, kinds: list[str], **arguments: Any) -> Fa
                 await workers.replace(count)
         lines = workers.lines()
     computed = Counter((line.step, part) for of in lines.values() for line in of for part in line.parts)
+    for of in lines.values():
+        if first := next((line for line in of if line.parts and line.step), None):
+            computed[first.step, first.parts[0]] -= computed[first.step, first.parts[0]] > 1
     lost_steps = sum(b.step - a.step - 1 for of in lines.values() for a, b in itertools.pairwise(of))
     return Faults(step_ms, found, sum(times - 1 for times in computed.values()), lost_steps)
 

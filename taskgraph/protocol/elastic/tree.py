@@ -39,6 +39,7 @@ def halves(span: Span) -> tuple[Span, Span]:
     return Span(span.first, middle), Span(middle, span.end)
 
 
+@lru_cache(maxsize=4096)
 def parent(span: Span, parts: int) -> Span | None:
     """Returns the parent of a span in the tree of `parts` parts; None for the root."""
     at = Span(0, parts)
