@@ -8,7 +8,7 @@ job fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from taskgraph.elastic_jobs.state import is_array
@@ -20,7 +20,7 @@ from taskgraph.protocol.records import name_of
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
-__all__ = ["Differences", "is_checked"]
+__all__ = ["Differences", "digests_of_arguments", "is_checked"]
 
 _AGAIN = 20
 """Workers that differ again within this many sums, since one of them has entered anew, differ for a lasting reason."""
@@ -30,7 +30,13 @@ _ASK_S = 1.0
 """Time for the outvoted worker to answer. The others wait for it at this position."""
 _NAMED = 3
 """The most differing names in a message."""
+_ARGUMENT = "run.steps: "
 _CALLS = "a further round, run.once, run.map, break or return"
+
+
+def digests_of_arguments(arguments: Mapping[str, int]) -> dict[str, bytes]:
+    """Returns digests of what `run.steps` got, beside those of the state."""
+    return {f"{_ARGUMENT}{name}": b"%d" % value for name, value in arguments.items()}
 
 
 def is_checked(step: int) -> bool:
@@ -101,6 +107,8 @@ async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> 
     names = sorted(path for path in {*here, *there} if here.get(path) != there.get(path))
     if not names:
         return f"{name} differs after step {mine.step} in its totals or its calls ({_CALLS})"
+    if arguments := [path.removeprefix(_ARGUMENT) for path in names if path.startswith(_ARGUMENT)]:
+        return f"{name} calls run.steps(...) with other arguments than other workers ({', '.join(arguments)})"
     # Numbers first: a learning rate says more than an array that it spoilt.
     names.sort(key=lambda path: (is_array(here.get(path) or there[path]), path.count(".")))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

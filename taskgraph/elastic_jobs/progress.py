@@ -42,6 +42,8 @@ class Progress:
         in_steps: the first step has begun.
         watch: a test that watches user code; None: there is none.
         early: what `run.once` and `run.map` gave before that, in order.
+        arguments: what `run.steps` got that all workers have to give alike.
+        copied_arguments: those of the worker or the checkpoint that the state is copied from.
         copied_members: those of the group (`run.group`) of the worker whose state is copied.
     """
 
@@ -53,6 +55,8 @@ class Progress:
         self.in_steps = False
         self.watch: Watch | None = None
         self.early: list[Any] = []
+        self.arguments: dict[str, int] = {}
+        self.copied_arguments: dict[str, int] = {}
         self.copied_members: tuple[str, ...] = ()
         self._begun = False
         self._copied: tuple[int, int, bytes, dict[str, Any]] | None = (
@@ -84,6 +88,7 @@ class Progress:
             content = decode(copied.value)
             self._known = list(content["early"])
             self.copied_members = tuple(content["members"])
+            self.copied_arguments = dict(content.get("arguments", {}))
             self._copied = copied.step, copied.position, copied.tag, content["state"]
 
     def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None, *, repeatable: bool = False) -> int | Sums:
@@ -130,7 +135,7 @@ class Progress:
             self.watch.boundary(number, state)
         if self.node.state_wanted:
             mark = self.node.trace.begin()
-            copy = capture(state, self.early, self.node.room().allocate, members)
+            copy = capture(state, self.early, self.arguments, self.node.room().allocate, members)
             self.node.trace.keep(mark, "loop", "copies the state", size_bytes=copy.size_bytes)
             self.node.give_state(number, self.position, self.tag, copy)
         self.seed(BOUNDARY)
@@ -157,7 +162,13 @@ class Progress:
                     f"{call} before the first step is called more often than on the worker whose state is copied: "
                     f"call it alike on all workers"
                 )
-            self.early.append(self._known.pop(0))
+            known = self._known.pop(0)
+            if len(known) != len(pieces):
+                raise StepError(
+                    f"{call} before the first step has {len(pieces)} pieces, and {len(known)} on the worker whose "
+                    f"state is copied: call it alike on all workers"
+                )
+            self.early.append(known)
             return list(writable(self.early[-1]))
         what, whole, trace = f"{call} {len(pieces)}".encode(), self.node.trace.begin(), self.node.trace
         done: tuple[int, Sums] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,6 +40,10 @@ class Rows:
     drop_last: bool
 
     def __post_init__(self) -> None:
+        for name in ("rows", "batch", "parts", "passes", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) and not (name == "passes" and value is None):
+                raise StepError(f"run.steps({name}={value!r}): must be a whole number")
         for name in ("rows", "batch", "parts"):
             if getattr(self, name) < 1:
                 raise StepError(f"run.steps({name}={getattr(self, name)}): must be at least 1")
@@ -54,6 +59,20 @@ class Rows:
                 f"run.steps(batch={self.batch}, parts={self.parts}): a part would have no row: make parts "
                 f"{self.batch} at most"
             )
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """The arguments that say which rows a step has: the same on all workers, and in a run that is resumed."""
+        return {name: int(getattr(self, name)) for name in ("rows", "batch", "parts", "seed", "shuffle", "drop_last")}
+
+    def check_same(self, before: Mapping[str, int]) -> None:
+        """Raises StepError if the worker or the checkpoint that the state is copied from has other arguments."""
+        for name, value in self.arguments.items():
+            if before.get(name, value) != value:
+                raise StepError(
+                    f"run.steps({name}={value}), and the state was made with {name}={before[name]}: give the same "
+                    f"arguments on all workers, and to a run that is resumed (only passes may change)"
+                )
 
     @property
     def per_pass(self) -> int:

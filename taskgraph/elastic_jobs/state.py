@@ -122,8 +122,12 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def capture(state: Any, early: Sequence[Any], allocate: Allocate, members: Sequence[str] = ()) -> Encoded:
-    """Encodes the state, what was computed before the first step, and a group's members. Later changes do not reach it.
+def capture(
+    state: Any, early: Sequence[Any], arguments: Mapping[str, int], allocate: Allocate, members: Sequence[str] = ()
+) -> Encoded:
+    """Encodes the state, what was computed before the first step, the arguments of `run.steps`, and a group's members.
+
+    Later changes do not reach it.
 
     Args:
         allocate: gives memory for large arrays: other processes of the host read them there.
@@ -133,9 +137,8 @@ def capture(state: Any, early: Sequence[Any], allocate: Allocate, members: Seque
     """
     pytorch()
     content = {name: _captured(value) for name, value in _items(state).items()}
-    return encode(
-        {"state": content, "early": list(early), "members": list(members)}, what="run.state", allocate=allocate
-    )
+    whole = {"state": content, "early": list(early), "arguments": dict(arguments), "members": list(members)}
+    return encode(whole, what="run.state", allocate=allocate)
 
 
 def digests(state: Any) -> dict[str, bytes]:
@@ -198,7 +201,8 @@ def load(state: Any, loaded: Mapping[str, Any]) -> None:
     if loaded.keys() != known.keys():
         here, there = (", ".join(sorted(names)) or "nothing" for names in (known, loaded))
         raise StateError(
-            f"run.state names {here} here, and {there} where it is copied from: name the same on all workers"
+            f"run.state names {here} here, and {there} where it is copied from: name the same on all workers, and in a "
+            f"program that is resumed"
         )
     for name, old in known.items():
         new = _loaded(name, old, loaded[name])
@@ -290,7 +294,7 @@ def _load_dict(name: str, known: Any, state: Any) -> None:
     except (KeyError, RuntimeError, ValueError) as error:
         raise StateError(
             f"{name!r} of run.state({name}=...) is unlike the one that it is copied from ({error}): make it alike on "
-            f"all workers"
+            f"all workers, and in a program that is resumed"
         ) from error
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.elastic_jobs.differing import is_checked
+from taskgraph.elastic_jobs.differing import digests_of_arguments, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.parts import KINDS, Part, Place, Round, title
 from taskgraph.elastic_jobs.progress import SUMMED, Progress
@@ -80,9 +80,11 @@ class Steps:
         if progress.in_steps:
             raise StepError("the steps of a run are taken once: tell phases by step.number, and passes by passes=...")
         check_parameters(state)
+        progress.arguments = self.rows.arguments
         number, watch, trace, copied = 0, progress.watch, progress.node.trace, progress.begin()
         if copied is not None:
             number, captured = copied
+            self.rows.check_same(progress.copied_arguments)
             load(state, captured)
             if watch is not None:
                 watch.copied(number)
@@ -93,7 +95,7 @@ class Steps:
                 mark = trace.begin()
                 found = digests(state)
                 trace.keep(mark, "loop", "digest of the state")
-                self._step.check_state(found)
+                self._step.check_state({**found, **digests_of_arguments(self.rows.arguments)})
                 self._check_changed(number, found)
                 progress.node.note_large(large_sizes(state))
             self._step.begin_code()

@@ -110,7 +110,9 @@ class ViewChanger:
         assert node.engine.core.view is not None
         self._outside_since = node.engine.core.view.number
         if not node.draining:
-            node.events.emit("excluded", f"{node.name} was taken for lost: it copies the state, and enters again")
+            node.events.emit(
+                "excluded", f"{node.name} was excluded, as lost or different: it copies the state, and enters again"
+            )
             node.begin_anew()
 
     # -- the next view ----------------------------------------------------------------------------

@@ -20,11 +20,11 @@ from taskgraph.protocol.records import WorkersRecord
 
 
 @elastic
-def fit(run: Any, passes: int = 20, pause_s: float = 0.001) -> Any:
+def fit(run: Any, passes: int = 20, pause_s: float = 0.001, batch: int = 50, more: bool = False) -> Any:
     x = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
     y = x @ np.array([1.0, 2.0, 3.0], np.float32)
-    s = run.state(w=np.zeros(3, np.float32))
-    for step in run.steps(rows=100, batch=50, parts=7, passes=passes):
+    s = run.state(w=np.zeros(3, np.float32), **({"more": 1} if more else {}))
+    for step in run.steps(rows=100, batch=batch, parts=7, passes=passes):
         for part in step:
             errors = x[part.rows] @ s.w - y[part.rows]
             part.add(gradient=x[part.rows].T @ errors, loss=float(errors @ errors))
@@ -115,6 +115,25 @@ def test_resumed_on_another_number_of_workers(tmp_path: Path, undisturbed: bytes
     second, _ = asyncio.run(run_part(job, 1, first + 5, resume=True))
     assert second > first
     assert asyncio.run(run_part(job, 2, 0, resume=True)) == (0, undisturbed)
+
+
+def test_resumed_with_other_arguments(tmp_path: Path) -> None:
+    def kept(**arguments: Any) -> Any:
+        made = fit(pause_s=0.005, **arguments)
+        assert made.elastic is not None
+        often = dataclasses.replace(made.elastic, checkpoint_every_s=0.02)
+        return dataclasses.replace(made, checkpoint=tmp_path.as_uri(), _elastic=often)
+
+    asyncio.run(run_part(kept(), 1, 5))
+    with pytest.raises(
+        tg.JobFailed, match=r"run\.steps\(batch=25\), and the state was made with batch=50: give the same"
+    ):
+        asyncio.run(run_part(kept(batch=25), 2, 0, resume=True))
+    with pytest.raises(
+        tg.JobFailed, match=r"run\.state names more, w here, and w where it is copied from: name the same"
+    ):
+        asyncio.run(run_part(kept(more=True), 2, 0, resume=True))
+    asyncio.run(run_part(kept(passes=25), 2, 0, resume=True))  # passes may change
 
 
 async def lose_all_workers(stage: str) -> bytes:

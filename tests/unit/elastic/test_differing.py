@@ -101,6 +101,43 @@ def test_worker_whose_calls_differ_enters_anew(how: str) -> None:
     assert text == f"n2 differs in its totals, its state or its calls ({what}): it enters anew, with a copied state"
 
 
+@pytest.mark.parametrize(
+    ("here", "there"), [({"seed": 2}, {"seed": 1}), ({"parts": 3}, {"parts": 6}), ({"batch": 12}, {"batch": 6})]
+)
+def test_steps_with_other_arguments_on_another_worker(here: dict[str, int], there: dict[str, int]) -> None:
+    """Nothing else shows it: the workers have the same state, and other rows. With other parts they waited for ever."""
+
+    def body(run: Any) -> None:
+        s = run.state(n=np.zeros(1))
+        found = {"rows": 24, "batch": 6, "parts": 6, "passes": 3, **(here if run.worker == "n2" else there)}
+        for step in run.steps(**found):
+            for part in step:
+                part.add(n=float(part.rows.sum() ** 2))
+            s.n += step["n"]
+
+    events: list[Event] = []
+    ((name, value),), (before,) = here.items(), there.values()
+    with pytest.raises(tg.JobFailed) as failed:
+        asyncio.run(run_body(body, (3, ""), events.append))
+    assert str(failed.value).startswith(
+        f"run.steps({name}={value}), and the state was made with {name}={before}: give "
+    )
+    (text,) = [event.text for event in events if event.kind == "differs"]
+    assert text.startswith(f"n2 calls run.steps(...) with other arguments than other workers ({name}): it enters anew")
+
+
+def test_pieces_before_the_first_step_that_differ() -> None:
+    def body(run: Any) -> None:
+        run.map(lambda piece: piece, range(3 if run.worker == "n2" else 4))
+        for step in run.steps(rows=6, batch=6, parts=3, passes=9):
+            for part in step:
+                part.add(n=1)
+                pause()
+
+    with pytest.raises(tg.JobFailed, match=r"run\.map before the first step has 3 pieces, and 4 on the worker whose"):
+        asyncio.run(run_body(body, (3, "")))
+
+
 def counting(run: Any, named: bool) -> Any:
     """A loop whose parts read a counter, which is in the state or not."""
     counter = {"steps": 0}

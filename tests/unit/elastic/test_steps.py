@@ -282,6 +282,16 @@ def parts_too_many(run: Any) -> None:
     small(run, parts=7)
 
 
+@fails(StepError, r"run\.steps\(batch='6'\): must be a whole number")
+def batch_of_text(run: Any) -> None:
+    small(run, batch="6")
+
+
+@fails(StepError, r"run\.steps\(passes=1\.5\): must be a whole number")
+def half_a_pass(run: Any) -> None:
+    small(run, passes=1.5)
+
+
 @fails(StepError, r"needs rows=\.\.\. and batch=\.\.\.")
 def no_rows(run: Any) -> None:
     run.steps(batch=6)
