@@ -81,7 +81,7 @@ async def kill(options: argparse.Namespace) -> int:
         reached.spec.check_protocol()
         view = await _view(reached)
         _check_running(reached, view)
-        node, what = _target(options, view, reached.spec.tasks, reached.spec.backups)
+        node, what = _target(options, view, reached.spec.tasks, reached.spec.backups, elastic=reached.spec.elastic)
         record = view.nodes[node].record
         risk, fails = kill_risk(view, reached.spec, node, number)
         if fails and not options.force:
@@ -215,7 +215,9 @@ def signal_process(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) -> tuple[str, str]:
+def _target(
+    options: argparse.Namespace, view: JobView, tasks: int, asked: int, *, elastic: bool = False
+) -> tuple[str, str]:
     """Returns the node to signal, and its role in words.
 
     Raises:
@@ -228,11 +230,12 @@ def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) 
         if options.node is None:
             raise JobError("give --task T (its primary), --task T --backup, or --node NAME")
         node = _node_named(view, options.node)
-        if view.workers is not None:
-            return node, f"one of {counted(len(view.workers.record.workers), 'worker')}"
+        if elastic:
+            workers = [worker for worker, _ in view.workers.record.workers] if view.workers is not None else []
+            return node, f"one of {counted(len(workers), 'worker')}" if node in workers else "which is no worker yet"
         primaries = [t for t in range(tasks) if view.primary_node(t) == node]
         return node, f"primary of {counted(len(primaries), 'task')}"
-    if view.workers is not None:
+    if elastic:
         raise JobError("--task: the workers of an elastic job have no tasks: give --node NAME")
     if not 0 <= options.task < tasks:
         raise JobError(f"--task {options.task}: the job has tasks 0 to {tasks - 1}")
@@ -297,20 +300,22 @@ async def drain(options: argparse.Namespace) -> int:
             raise JobError(f"{risk}: start one first (`taskgraph launch {reached.name}`), or drain it with --force")
         async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
             await client.drain("taskgraph drain")
-        print(f"{record.name} (process {record.pid} on {record.host}) {leaves_how(view, reached.name, node)}")
+        print(f"{record.name} (process {record.pid} on {record.host}) {leaves_how(view, reached.spec, node)}")
         if risk:
             say(risk)
     return 0
 
 
-def leaves_how(view: JobView, job: str, node: str) -> str:
+def leaves_how(view: JobView, spec: JobSpec, node: str) -> str:
     """Returns what a node does that is drained."""
-    if view.workers is None:
+    if not spec.elastic:
         return "hands its tasks over and leaves"
+    if view.workers is None or node not in {worker for worker, _ in view.workers.record.workers}:
+        return "leaves: it is no worker yet"
     others = {worker for worker, _ in view.workers.record.workers} - {node} - view.gone.keys()
     if any(other in view.nodes and not view.nodes[other].record.draining for other in others):
         return "leaves before its next part"
-    return f"leaves once another worker has the state: start one with `taskgraph launch {job}`"
+    return f"leaves once another worker has the state: start one with `taskgraph launch {spec.name}`"
 
 
 def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:

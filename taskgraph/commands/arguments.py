@@ -302,7 +302,7 @@ def _add_acting(add: Any) -> None:
     chaos.add_argument("--for-s", type=float, metavar="S", help="end after this time; default: with the job")
     chaos.add_argument("--kinds", default="kill,stop,term", metavar="K,...", help="kill, stop, term (default all)")
     chaos.add_argument("--seed", type=int, metavar="N", help="seed of the choice of faults")
-    chaos.add_argument("--lossy", action="store_true", help="also hit the only replica that has a task's state")
+    chaos.add_argument("--lossy", action="store_true", help="also hit the only replica of a task, or the only worker")
     add("shutdown", job=True)
     add("forget").add_argument("job", metavar="JOB", nargs="+", help="the jobs' names")
 

@@ -8,7 +8,8 @@ import pytest
 from commands_kit import in_memory, options
 
 import taskgraph as tg
-from taskgraph.commands.acting import kill_risk
+from taskgraph.cli import parser
+from taskgraph.commands.acting import _target, kill_risk, leaves_how
 from taskgraph.commands.looking import _status
 from taskgraph.driver.spec import JobSpec
 from taskgraph.launch.kept import resume_hint
@@ -138,6 +139,21 @@ def test_kill_of_the_only_worker() -> None:
     assert risk(view("ab", nodes="ab")) == risk(view("a", nodes="ab"), number=SIGTERM) == ("", False)
     back = "only a has the state: the job goes back to its checkpoint of sum 31"
     assert risk(view("ab", nodes="ac", gone="b", checkpoint=31)) == (back, False)
+
+
+def test_target_of_kill_and_drain() -> None:
+    def said(view: JobView, *arguments: str) -> str:
+        return _target(parser().parse_args(["kill", "fit", *arguments]), view, 1, 0, elastic=True)[1]
+
+    before, entered = JobView("fit"), view("ab", nodes="abc")
+    before.nodes.update(entered.nodes)
+    assert said(entered, "--node", "a") == "one of 2 workers"
+    assert said(entered, "--node", "c") == said(before, "--node", "a") == "which is no worker yet"
+    with pytest.raises(tg.JobError, match="the workers of an elastic job have no tasks: give --node NAME"):
+        said(before, "--task", "0")
+    assert leaves_how(entered, SPEC, "a-7f") == "leaves before its next part"
+    assert leaves_how(view("a", nodes="ac"), SPEC, "a-7f").startswith("leaves once another worker has the state: start")
+    assert leaves_how(before, SPEC, "a-7f") == leaves_how(entered, SPEC, "c-7f") == "leaves: it is no worker yet"
 
 
 def test_hint_names_sums() -> None:
