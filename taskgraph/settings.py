@@ -67,6 +67,8 @@ class Settings:
             further ones are refused, and sent again later.
         max_totals_bytes: memory for the totals of an elastic job that its workers keep for newcomers; a newcomer that
             needs earlier ones copies the state again.
+        sliced_bytes: the sums of a step of an elastic job that have this size or more are added up in slices, one on
+            each worker, if three workers or more have parts.
         events_kept: events kept in etcd per job; each node may add 31 before it prunes.
         checkpoints_kept: complete checkpoints kept; the newest is used, or an earlier one if that is corrupt.
         strict: replay every epoch from its snapshot, and `result()` from the last one, and name the task whose state
@@ -107,6 +109,7 @@ class Settings:
     max_value_bytes: int = _up_to(1 << 50, 1 << 40, least=1)
     max_parked: int = _up_to(100_000_000, 100_000, least=1)
     max_totals_bytes: int = _up_to(1 << 50, 1 << 30, least=1)
+    sliced_bytes: int = _up_to(1 << 50, 2 << 20, least=1)
     events_kept: int = _up_to(1_000_000, 1000, least=1)
     checkpoints_kept: int = _up_to(1_000_000, 3, least=1)
     strict: bool = False

@@ -7,15 +7,15 @@ sums are in the transport's memory, so that other processes of the host read the
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from taskgraph.elastic_jobs.sums import Sums, encode_sums
+from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Finished", "Merging", "Total", "add_up"]
+__all__ = ["Finished", "Merging", "Outgoing", "Total", "add_up"]
 
 
 def add_up(held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = None) -> Sums:
@@ -27,33 +27,49 @@ def add_up(held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = No
 
 
 class Total:
-    """A total that is added up when it is first wanted, in any thread."""
+    """A total that is made when it is first wanted, in any thread.
 
-    def __init__(self, held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = None) -> None:
-        self._held = held
-        self._span = span
-        self._allocate = allocate
+    Args:
+        make: adds it up.
+        nbytes: the memory of what it is made of.
+    """
+
+    def __init__(self, make: Callable[[], Sums], nbytes: int) -> None:
+        self._make: Callable[[], Sums] | None = make
+        self._nbytes = nbytes
         self._lock = threading.Lock()
         self._sums: Sums | None = None
 
     @classmethod
     def of(cls, sums: Sums) -> Total:
         """Makes one that is added up already."""
-        return cls({Span(0, 1): sums}, Span(0, 1))
+        return cls(lambda: sums, sums.nbytes)
 
     @property
     def nbytes(self) -> int:
         """The memory that it takes."""
         with self._lock:
-            there = self._held.values() if self._sums is None else (self._sums,)
-            return sum(sums.nbytes for sums in there)
+            return self._nbytes if self._sums is None else self._sums.nbytes
 
     def sums(self) -> Sums:
         with self._lock:
             if self._sums is None:
-                self._sums = add_up(self._held, self._span, self._allocate)
-                self._held = {}
+                assert self._make is not None
+                self._sums = self._make()
+                self._make = None
             return self._sums
+
+
+class Outgoing(NamedTuple):
+    """Encoded sums for the other workers of a view.
+
+    Attributes:
+        view: its number.
+        values: worker -> the sums as that worker gets them, in the order of their spans.
+    """
+
+    view: int
+    values: dict[str, Encoded]
 
 
 class Finished(NamedTuple):
@@ -61,11 +77,11 @@ class Finished(NamedTuple):
 
     Attributes:
         sums: span -> its sum.
-        value: the sums encoded, in the order of the spans, if they are large: that takes a while.
+        encoded: the sums encoded, if they are large: that takes a while.
     """
 
     sums: dict[Span, Sums]
-    value: Encoded | None
+    encoded: Outgoing | None
 
 
 class Merging:
@@ -95,14 +111,13 @@ class Merging:
             self._held[above] = self._held.pop(first).add(self._held.pop(second), self._allocate)
             span = above
 
-    def take(self, to_send: bool) -> Finished | None:
+    def take(self, encode: Callable[[Sequence[Sums]], Outgoing | None]) -> Finished | None:
         """Takes what is added up; None: no span of the tree is.
 
         Args:
-            to_send: encode large sums.
+            encode: encodes large sums.
         """
         sums = {span: self._held.pop(span) for span in self._targets if span in self._held}
         if not sums:
             return None
-        large = to_send and any(each.is_large for each in sums.values())
-        return Finished(sums, encode_sums(list(sums.values()), self._allocate) if large else None)
+        return Finished(sums, encode(list(sums.values())))

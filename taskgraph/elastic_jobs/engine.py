@@ -10,22 +10,32 @@ the event loop; user code asks from its thread, and adds up there (`adding`).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
-from numpy.typing import NDArray
 
-from taskgraph.elastic_jobs.adding import Finished, Total
+from taskgraph.elastic_jobs.adding import Finished, Outgoing, Total, add_up
 from taskgraph.elastic_jobs.outbox import Outbox
+from taskgraph.elastic_jobs.slices import Slices, encode_slices
 from taskgraph.elastic_jobs.sums import Sums, decode_sums, encode_sums
 from taskgraph.protocol.elastic import worker as actions
 from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker
-from taskgraph.protocol.messages import Call, Encoded, FirstPart, GroupKey, HoldsTotals, PartSums, Totals, WorkerReport
+from taskgraph.protocol.messages import (
+    Call,
+    Encoded,
+    FirstPart,
+    GroupKey,
+    HoldsTotals,
+    PartSums,
+    SliceSum,
+    Totals,
+    WorkerReport,
+)
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
@@ -104,8 +114,9 @@ class Engine:
         self.none_whole_in = -1
         self.behind: frozenset[str] = frozenset()
         self._own: dict[Span, Sums] = {}
-        self._summed: Sums | None = None  # the total that the workers of the view made together
-        self._encoded: dict[tuple[Span, ...], Encoded] = {}  # own sums that user code's thread has encoded
+        self._summed: Total | None = None  # the workers of the view made it together
+        self._slices = Slices(node, self._send, self._go)
+        self._encoded: dict[tuple[Span, ...], Outgoing] = {}  # own sums that user code's thread has encoded
         self._received: dict[tuple[int, int, Span], Sums] = {}  # by view, position and span
         self._totals: dict[int, Total] = {}
         self._early: list[tuple[str, Call]] = []  # messages of a view that this worker has not read
@@ -144,7 +155,11 @@ class Engine:
                 if message.view >= self._view and message.position >= core.position:
                     for span, sums in zip(spans, decode_sums(message.value), strict=True):
                         self._received.setdefault((message.view, message.position, span), sums)
-                return core.contribution(worker, Contribution(message.view, message.position, spans, message.tag))
+                return core.contribution(worker, self._contribution(message, spans))
+            case SliceSum():
+                if message.view >= self._view and message.position >= core.position:
+                    [sums] = decode_sums(message.value)
+                    self._slices.put(message.view, message.position, worker, sums)
             case Totals():
                 if message.view > self._view or core.phase == Phase.FLUSHING:
                     return False
@@ -188,9 +203,9 @@ class Engine:
         self._reach(position, parts, tag)
         if position == self.core.position and self.core.phase != Phase.OUTSIDE:
             self._own |= finished.sums
-            if finished.value is not None:
-                self._encoded[tuple(finished.sums)] = finished.value
-        self.core.computed(position, finished.sums)
+            if finished.encoded is not None and finished.encoded.view == self._view:
+                self._encoded[tuple(finished.sums)] = finished.encoded
+        self.core.computed(position, finished.sums, large=self._are_large(finished.sums.values()))
         self._go()
 
     def send_first_part(self, position: int, part: int, digest: bytes) -> None:
@@ -241,11 +256,12 @@ class Engine:
 
     def _go(self) -> None:
         while True:
-            for action in self.core.take():
-                self._act(action)
+            while taken := self.core.take():
+                for action in taken:
+                    self._act(action)
             early, self._early = self._early, []
             self._early += [(worker, message) for worker, message in early if not self._take(worker, message)]
-            if len(self._early) == len(early) and not self._answer():
+            if len(self._early) == len(early) and not self._take_sum() and not self._answer():
                 break
         if self._trace.on:
             self._show_waits()
@@ -260,8 +276,19 @@ class Engine:
     @property
     def awaited(self) -> str:
         """What this worker waits for from others; "": nothing."""
-        names = ", ".join(map(name_of, self.core.awaited))
-        return f"{_AWAITED[self.core.phase]} of {names}" if names else ""
+        what, workers = _AWAITED[self.core.phase], self.core.awaited
+        if not workers and self._slices.awaited:
+            what, workers = "slices", self._slices.awaited
+        return f"{what} of {', '.join(map(name_of, workers))}" if workers else ""
+
+    def _take_sum(self) -> bool:
+        """Takes the total that was added up in slices, once it is there."""
+        made = self._slices.take()
+        if made is None:
+            return False
+        at, self._summed = made
+        self.core.summed(at.view, at.position)
+        return True
 
     def _answer(self) -> bool:
         """Answers user code, if there is something for it."""
@@ -293,8 +320,8 @@ class Engine:
                     view.number, view.lineage, entries, report.position, report.whole, held, report.begun
                 )
                 self._send(view.number, message)
-            case actions.Contribute(contribution):
-                self._contribute(contribution)
+            case actions.Contribute(contribution, owners):
+                self._contribute(contribution, owners)
             case actions.Merge(span):
                 first, second = halves(span)
                 self._own[span] = self._own.pop(first).add(self._own.pop(second), self._node.router.allocate)
@@ -303,16 +330,16 @@ class Engine:
                     self._own.pop(span, None)
             case actions.Complete(position, spans):
                 if self._summed is not None:
-                    self._hold_total(position, Total.of(self._summed))
-                    self._summed = None
-                    return
-                there = {span: self._own.get(span) or self._received[self._view, position, span] for span in spans}
-                whole = Span(0, max(span.end for span in spans))
-                self._hold_total(position, Total(there, whole, self._node.router.allocate))
+                    total, self._summed = self._summed, None
+                else:
+                    there = self._there(position, spans)
+                    add = partial(add_up, there, _whole(spans), self._node.router.allocate)
+                    total = Total(add, sum(sums.nbytes for sums in there.values()))
+                self._hold_total(position, total)
             case actions.GiveTotals(_, to, first, _) if first < min(self._totals, default=self.core.position):
                 self.behind |= {to}
-            case actions.SumTogether(number, position):
-                self._node.own(self._sum_together(number, position), "sum together")
+            case actions.SumTogether():
+                self._sum(action)
             case actions.GiveTotals(number, to, first, end):
                 value = encode_sums([self._totals[position].sums() for position in range(first, end)])
                 self._outbox(to).put(number, Totals(number, first, value))
@@ -331,44 +358,74 @@ class Engine:
             case actions.NoneWhole(number):
                 self.none_whole_in = number
 
-    def _contribute(self, contribution: Contribution) -> None:
+    def _there(self, position: int, spans: Iterable[Span]) -> dict[Span, Sums]:
+        """Returns what this worker and the others of the view contributed."""
+        return {span: self._own.get(span) or self._received[self._view, position, span] for span in spans}
+
+    def _contribution(self, message: PartSums, spans: tuple[Span, ...]) -> Contribution:
+        there = (self._received.get((message.view, message.position, span)) for span in spans)
+        large = self._together is None and (message.apart or self._are_large(filter(None, there)))
+        return Contribution(message.view, message.position, spans, message.tag, large, message.apart)
+
+    def _are_large(self, sums: Iterable[Sums]) -> bool:
+        """True if sums are large enough to be added up in slices."""
+        least = self._node.settings.sliced_bytes
+        return any(sum(array.nbytes for array in each.arrays) >= least for each in sums)
+
+    def encoded(self, sums: Sequence[Sums]) -> Outgoing | None:
+        """Encodes large sums for the others of the view, in user code's thread. None: they are small, or not sent."""
+        dealt = self.core.dealt
+        if self._together is not None or not any(each.is_large for each in sums):
+            return None
+        others = [worker for worker in dealt.due if worker != self._node.id]
+        return Outgoing(dealt.view, self._encode(sums, others, dealt.owners if self._are_large(sums) else ()))
+
+    def _encode(self, sums: Sequence[Sums], others: Sequence[str], owners: Sequence[str]) -> dict[str, Encoded]:
+        if owners or self._together is not None:
+            return encode_slices(sums, owners, others, self._node.router.allocate)
+        return dict.fromkeys(others, encode_sums(sums, self._node.router.allocate)) if others else {}
+
+    def _contribute(self, contribution: Contribution, owners: tuple[str, ...]) -> None:
         assert self.core.view is not None
         spans = contribution.spans
-        value = self._encoded.pop(spans, None)
-        if len(self.core.view.workers) == 1:
-            return
-        if value is None:
-            held = [self._own[span] for span in spans]
-            value = encode_sums(
-                held if self._together is None else [sums.without_arrays() for sums in held],
-                self._node.router.allocate,
-            )
+        encoded = self._encoded.pop(spans, None)
+        if encoded is None:
+            others = [worker for worker in self.core.view.workers if worker != self._node.id]
+            values = self._encode([self._own[span] for span in spans], others, owners)
+        else:
+            values = encoded.values
+        view, position = contribution.view, contribution.position
         named = tuple((span.first, span.end) for span in spans)
-        message = PartSums(contribution.view, contribution.position, named, contribution.tag, value)
-        self._send(contribution.view, message)
+        for worker, value in values.items():
+            message = PartSums(view, position, named, contribution.tag, value, contribution.apart)
+            self._outbox(worker).put(view, message)
 
     def send_key(self, view: int, key: str, value: bytes) -> None:
         """Sends a key of another communicator to all others of a view, if that is still this worker's."""
         if view == self._view:
             self._send(view, GroupKey(view, key, value))
 
-    @property
-    def sends_sums(self) -> bool:
-        """True if this worker sends its sums to the others of its view."""
-        return self._together is None and self.core.view is not None and len(self.core.view.workers) > 1
-
-    async def _sum_together(self, view: int, position: int) -> None:
+    def _sum(self, action: actions.SumTogether) -> None:
         """Adds up what this worker contributed with what the others of the view did."""
+        there = self._there(action.position, action.spans)
+        whole = add_up({span: sums.without_arrays() for span, sums in there.items()}, _whole(action.spans))
+        if whole.is_unlike:
+            self._summed = Total.of(whole)
+            self.core.summed(action.view, action.position)
+        elif self._together is not None:
+            self._node.own(self._sum_together(action, whole), "sum together")
+        else:
+            own = {span: sums for span, sums in there.items() if span in self._own}
+            received = {span: sums for span, sums in there.items() if span not in own}
+            self._slices.begin(action, own, received, whole)
+
+    async def _sum_together(self, action: actions.SumTogether, whole: Sums) -> None:
         assert self._together is not None
-        mine = [self._own[span] for span in sorted(self._own)]
-        others = [sums for key, sums in sorted(self._received.items()) if key[:2] == (view, position)]
-        whole = functools.reduce(Sums.add, [sums.without_arrays() for sums in (*mine, *others)])
-        arrays: Sequence[NDArray[Any]] | None = ()
-        if not whole.is_unlike:
-            arrays = await self._together.sum(view, Sums.zeros(whole.layout).arrays, [sums.arrays for sums in mine])
-        if arrays is not None and view == self._view:
-            self._summed = Sums(whole.layout, arrays, dict(sorted(whole.collected.items())))
-            self.core.summed(view, position)
+        mine = [self._own[span].arrays for span in sorted(self._own)]
+        arrays = await self._together.sum(action.view, Sums.zeros(whole.layout).arrays, mine)
+        if arrays is not None and action.view == self._view:
+            self._summed = Total.of(Sums(whole.layout, arrays, whole.collected))
+            self.core.summed(action.view, action.position)
             self._go()
 
     def _adopt(self, number: int, report: Report) -> None:
@@ -383,12 +440,14 @@ class Engine:
         self._summed = None
         self._encoded.clear()
         self._received = {key: sums for key, sums in self._received.items() if key[0] >= number}
+        self._slices.drop(number, at)
 
     def _hold_total(self, position: int, total: Total) -> None:
         self._totals[position] = total
         self._own.clear()
         self._encoded.clear()
         self._received = {key: sums for key, sums in self._received.items() if key[1] > position}
+        self._slices.drop(self._view, position + 1)
 
     def keep_totals_for(self, newcomer: str, position: int) -> None:
         """Keeps the totals from a position on, until the newcomer has entered and holds them, or is gone."""
@@ -434,6 +493,10 @@ class Engine:
         if worker not in self._outboxes:
             self._outboxes[worker] = Outbox(self._node, self._trace, worker, lambda: self._view, self._refused)
         return self._outboxes[worker]
+
+
+def _whole(spans: Iterable[Span]) -> Span:
+    return Span(0, max(span.end for span in spans))
 
 
 def _by_view(item: tuple[tuple[int, int, Span], Sums]) -> int:

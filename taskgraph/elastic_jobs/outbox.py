@@ -23,6 +23,7 @@ from taskgraph.protocol.messages import (
     HoldsTotals,
     PartSums,
     Reply,
+    SliceSum,
     Totals,
     WorkerReport,
 )
@@ -94,7 +95,7 @@ class Outbox:
         left: list[_Sent] = []
         for sent in self._unconfirmed:
             view, message, _ = sent.what
-            if view < self._view() or (type(message) is PartSums and message.position < stable):
+            if view < self._view() or (isinstance(message, PartSums | SliceSum) and message.position < stable):
                 _forget(sent.call)
             else:
                 left.append(sent)

@@ -22,6 +22,7 @@ from taskgraph.protocol.messages import (
     Reason,
     Refusal,
     Reply,
+    SliceSum,
     Totals,
     TotalsPage,
     ValueDigest,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Serving"]
 
-_IN_STEPS: Final = (PartSums, HoldsTotals, GroupKey)
+_IN_STEPS: Final = (PartSums, SliceSum, HoldsTotals, GroupKey)
 _TO_ENGINE: Final = (*_IN_STEPS, FirstPart, WorkerReport, Totals)
 
 

@@ -28,7 +28,7 @@ from taskgraph.graph.refusals import library_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Layout", "Sums", "decode_sums", "difference", "empty_array", "encode_sums"]
+__all__ = ["Layout", "Sums", "decode_sums", "difference", "empty_array", "encode_sums", "joined"]
 
 Layout = tuple[Any, ...]
 """("n", type) of a number; ("a", library, dtype, shape) of an array; ("d", names, layouts), ("l", layouts) and
@@ -92,6 +92,14 @@ class Sums:
         """Returns the layout and what was collected."""
         return Sums(self.layout, (), self.collected)
 
+    def slice(self, index: int, count: int) -> Sums:
+        """Returns the elements of one of `count` ranges, with the layout of all. No copy: this sum is read-only now."""
+        arrays = []
+        for array in self.arrays:
+            array.flags.writeable = False
+            arrays.append(array[array.size * index // count : array.size * (index + 1) // count])
+        return Sums(self.layout, arrays, self.collected)
+
     @property
     def is_unlike(self) -> bool:
         """True for a sum of trees that differ: it has no elements, and is no tree."""
@@ -141,6 +149,12 @@ class Sums:
     def all_finite(self) -> bool:
         """True if no element is nan or infinite."""
         return all(_is_finite(array) for array in self.arrays)
+
+
+def joined(whole: Sums, slices: Sequence[Sums], allocate: Allocate | None = None) -> Sums:
+    """Joins the slices of a sum; `whole` has its layout, and what was collected."""
+    pieces = zip(*(each.arrays for each in slices), strict=True)
+    return Sums(whole.layout, [_concatenated(arrays, allocate) for arrays in pieces], whole.collected)
 
 
 def _is_finite(array: NDArray[Any]) -> bool:

@@ -17,7 +17,6 @@ from taskgraph.elastic_jobs.adding import Finished, Merging
 from taskgraph.elastic_jobs.engine import Summed, chained
 from taskgraph.elastic_jobs.room import Room
 from taskgraph.elastic_jobs.sums import Sums
-from taskgraph.errors import JobError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol.messages import Encoded, FirstPart, StateCopy, StateDigests
 from taskgraph.protocol.records import name_of
@@ -110,16 +109,8 @@ class UserCall:
         return (-1, ()) if view is None else (view.number, tuple(map(name_of, view.workers)))
 
     def __call__(self) -> None:
-        """Calls the function.
-
-        Raises:
-            JobError: it raised SystemExit or KeyboardInterrupt, which would end the worker, and then the others.
-        """
-        try:
-            self.value, self.positions = self._function(self)
-        except (SystemExit, KeyboardInterrupt) as error:
-            text = f"user code raised {error!r}: return from the function to end the job, or raise an exception"
-            raise JobError(text).with_traceback(error.__traceback__) from None
+        """Calls the function."""
+        self.value, self.positions = self._function(self)
 
     def ask(
         self, position: int, parts: int, tag: bytes, done: tuple[int, Sums] | None, *, repeatable: bool
@@ -145,7 +136,7 @@ class UserCall:
                 threads.post(self._engine.send_first_part, position, done[0], chained(b"", done[1]))
             self._merging.add(*done)
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
-                finished = self._merging.take(to_send=self._engine.sends_sums)
+                finished = self._merging.take(self._engine.encoded)
                 self._handed_at = threads.clock()
         if done is not None:
             trace.keep(mark, "add", f"adds part {done[0]}")

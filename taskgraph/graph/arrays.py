@@ -97,7 +97,8 @@ def share_bytes(array: Array, *, adopt: bool = False, packed: bool = False) -> m
     """Returns the elements in C order as immutable bytes, if that needs no copy; None otherwise.
 
     Args:
-        adopt: the caller promises not to write to `array` again: memory that it owns is taken, and made read-only.
+        adopt: the caller promises not to write to `array` again: memory that it owns is taken, and made read-only. A
+            read-only part of a block is taken, too, whatever the rest of it.
         packed: the dtype is known to have no padding.
     """
     size = array.nbytes
@@ -111,6 +112,8 @@ def share_bytes(array: Array, *, adopt: bool = False, packed: bool = False) -> m
         if block is not None and block.nbytes == size:
             flags.writeable = block.flags.writeable = False
             return block.data  # read-only, as it is now
+        if block is not None and not flags.writeable:
+            return array.reshape(-1).view(np.uint8).data
     if not (adopt and flags.owndata) and not _is_immutable(array):
         return None
     flags.writeable = False

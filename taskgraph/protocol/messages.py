@@ -465,12 +465,22 @@ class PartSums(_Message, frozen=True, tag=True):
 
     Attributes:
         value: the sums, in the order of `spans`.
+        apart: they are not whole: slices of the receiver, if it owns one, or without arrays.
     """
 
     view: int
     position: int
     spans: tuple[tuple[int, int], ...]
     tag: bytes
+    value: Encoded
+    apart: bool = False
+
+
+class SliceSum(_Message, frozen=True, tag=True):
+    """Worker to worker: the sum of the slice that the sender owns, over all parts."""
+
+    view: int
+    position: int
     value: Encoded
 
 
@@ -592,6 +602,7 @@ Call = (
     | Waits
     | WorkerReport
     | PartSums
+    | SliceSum
     | Totals
     | HoldsTotals
     | FirstPart

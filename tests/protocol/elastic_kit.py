@@ -24,6 +24,14 @@ IN_TREE_ORDER = True
 Message = tuple[str, str, object, dict[Span, str]]  # sender, receiver, message, sums
 
 
+@dataclass(frozen=True)
+class SliceSum:
+    """A message: the sum of the slice that its sender owns."""
+
+    view: int
+    position: int
+
+
 class Broken(AssertionError):
     """An invariant does not hold."""
 
@@ -56,6 +64,9 @@ class Peer:
     outvoted: tuple[str, ...] = ()
     summing: tuple[int, int] | None = None  # view and position of the sum that it makes together with the others
     summed: str = ""
+    slice_due: core.SumTogether | None = None  # it is about to add up its slice
+    joining: core.SumTogether | None = None  # it waits for the sums of all slices
+    slices: dict[tuple[int, int, str], str] = field(default_factory=dict)  # their sums, by view, position and owner
 
 
 class World:
@@ -70,8 +81,9 @@ class World:
         exclusions: int,
         joins: int,
         together: bool = False,
+        large: bool = False,
     ):
-        self.together = together
+        self.together, self.large = together, large
         self.operations: dict[int, list[tuple[int, dict[str, str]]]] = {}  # view -> position and sums, in order
         self.rng = random.Random(seed)
         self.weights = {what: self.rng.choice((0.03, 0.3, 1.0)) for what in ("read", "kill", "exclude", "join", "copy")}
@@ -110,6 +122,8 @@ class World:
                 continue
             if peer.summing is not None and self.operation(peer) is not None:
                 found.append((self.slow.get(peer.name, 1.0), lambda p=peer: self.get_sum(p)))
+            if peer.slice_due is not None:
+                found.append((self.slow.get(peer.name, 1.0), lambda p=peer: self.add_slice(p)))
             if peer.core.phase != Phase.OUTSIDE or peer.hand or peer.core.view is None:
                 found.append((self.slow.get(peer.name, 1.0), lambda p=peer: self.run_user(p)))
             if (peer.core.view is None or peer.core.view.number < self.view.number) and (
@@ -215,6 +229,9 @@ class World:
                 self.net.append(message)
         elif isinstance(content, Contribution):
             self.take(peer, sender, content, sums)
+        elif isinstance(content, SliceSum):
+            peer.slices.setdefault((content.view, content.position, sender), sums[Span(0, 0)])
+            self.join_slices(peer)
         elif isinstance(content, core.GiveTotals):
             before = peer.core.position
             if content.first > before or not peer.core.total(content.view, content.first):
@@ -254,6 +271,41 @@ class World:
         peer.core.summed(view, position)
         self.carry_out(peer)
 
+    def add_slice(self, peer: Peer) -> None:
+        """A worker has added up its slice, in a while in which it may have read another view."""
+        action, peer.slice_due = peer.slice_due, None
+        assert action is not None
+        if peer.joining is not action:
+            return
+        assert peer.core.view is not None
+        value = self.slice_sum(peer, action)
+        self.note(f"{peer.name} adds up its slice of {action.position}: {value}")
+        peer.slices[action.view, action.position, peer.name] = value
+        others = [w for w in peer.core.view.workers if w != peer.name]
+        self.net += [(peer.name, w, SliceSum(action.view, action.position), {Span(0, 0): value}) for w in others]
+        self.join_slices(peer)
+        self.carry_out(peer)
+
+    def slice_sum(self, peer: Peer, action: core.SumTogether) -> str:
+        held = {span: peer.own.get(span) or peer.received[action.view, action.position, span] for span in action.spans}
+        return self.added(held, Span(0, self.parts))
+
+    def join_slices(self, peer: Peer) -> None:
+        """A total has the same instance of each part in all slices."""
+        action = peer.joining
+        if action is None:
+            return
+        there = [self.slice_of(peer, action, owner) for owner in action.owners]
+        if None in there:
+            return
+        if len(set(there)) > 1:
+            raise Broken(f"E1: {peer.name} joins the slices {there} of {action.position}")
+        peer.summed, peer.joining = str(there[0]), None
+        peer.core.summed(action.view, action.position)
+
+    def slice_of(self, peer: Peer, action: core.SumTogether, owner: str) -> str | None:
+        return peer.slices.get((action.view, action.position, owner))
+
     def take(self, peer: Peer, sender: str, content: Contribution, sums: dict[Span, str]) -> None:
         for span, value in sums.items():
             peer.received.setdefault((content.view, content.position, span), value)
@@ -271,7 +323,7 @@ class World:
                 peer.own |= sums
             self.note(f"{peer.name} finished {', '.join(map(str, sums))} of {position}")
             self.reach(peer)
-            worker.computed(position, tuple(sums))
+            worker.computed(position, tuple(sums), large=self.large)
         elif peer.user < worker.position:
             peer.user += 1
             if peer.user == worker.position < self.steps and self.rng.random() < 0.7:
@@ -315,22 +367,29 @@ class World:
             if worker.view == action.view:
                 number, position = action.view.number, action.report.position
                 peer.own = {s: peer.own.get(s) or self.received(peer, number, position, s) for s in action.report.held}
+                peer.joining, peer.summed = None, ""
             others = [w for w in action.view.workers if w != peer.name]
             self.net += [(peer.name, w, action, {}) for w in others]
         elif isinstance(action, core.Contribute):
             sums = {} if self.together else {span: peer.own[span] for span in action.contribution.spans}
-            self.net += [(peer.name, w, action.contribution, sums) for w in others]
+            for w in others:
+                its = sums if not action.owners or w in action.owners else {}
+                self.net.append((peer.name, w, action.contribution, its))
         elif isinstance(action, core.Merge):
             first, second = halves(action.span)
             peer.own[action.span] = f"({peer.own.pop(first)}+{peer.own.pop(second)})"
         elif isinstance(action, core.Drop):
             for span in action.spans:
                 peer.own.pop(span, None)
-        elif isinstance(action, core.SumTogether):
+        elif isinstance(action, core.SumTogether) and self.together:
             self.join_operation(peer, action)
-        elif isinstance(action, core.Complete) and self.together:
+        elif isinstance(action, core.SumTogether):
+            peer.joining = action
+            peer.slice_due = action if peer.name in action.owners else None
+            self.join_slices(peer)
+        elif isinstance(action, core.Complete) and peer.summed:
             peer.totals.append(peer.summed)
-            peer.own = {}
+            peer.own, peer.summed = {}, ""
             self.note(f"{peer.name} completes {action.position}: {peer.totals[-1]}")
         elif isinstance(action, core.Complete):
             assert worker.view is not None
@@ -422,7 +481,7 @@ class World:
         raise Broken(f"E6: no end: {states}, view {self.view}")
 
 
-def walk(seed: int, *, together: bool = False) -> World:
+def walk(seed: int, *, together: bool = False, large: bool = False) -> World:
     rng = random.Random(seed)
     world = World(
         seed,
@@ -433,6 +492,7 @@ def walk(seed: int, *, together: bool = False) -> World:
         exclusions=rng.choice((0, 0, 1, 1)),
         joins=rng.choice((0, 0, 1, 2)),
         together=together,
+        large=large,
     )
     for _ in range(rng.choice((20, 60, 150))):
         if world.lost or not world.step(faults=True):

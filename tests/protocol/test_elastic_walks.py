@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from elastic_kit import Broken, Peer, World, walk
+from elastic_kit import Broken, Message, Peer, SliceSum, World, walk
 
 from taskgraph.protocol.elastic import flush, worker
 from taskgraph.protocol.elastic.flush import Outcome, Report
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
-from taskgraph.protocol.elastic.worker import Phase, Worker, _Round
+from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker, _Round
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -24,6 +25,20 @@ def test_invariants_hold() -> None:
 def test_invariants_hold_if_workers_add_up_together() -> None:
     for seed in range(200):
         walk(seed, together=True)
+
+
+def test_invariants_hold_if_sums_are_large() -> None:
+    sliced = 0
+    for seed in range(400):
+        sliced += any(peer.slices for peer in walk(seed, large=True).peers.values())
+    assert sliced > 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(400, 6400, 500))
+def test_invariants_hold_in_more_walks_with_large_sums(first: int) -> None:
+    for seed in range(first, first + 500):
+        walk(seed, large=True)
 
 
 @pytest.mark.slow
@@ -178,9 +193,9 @@ WALKS = 9000
 """Walks in which a mistake must show. Most show in the first 100."""
 
 
-def is_found(seed: int, *, together: bool = False) -> bool:
+def is_found(seed: int, *, together: bool = False, large: bool = False) -> bool:
     try:
-        walk(seed, together=together)
+        walk(seed, together=together, large=large)
     except (Broken, AssertionError, KeyError, ValueError):
         return True
     return False
@@ -204,7 +219,11 @@ def test_worker_with_another_tag_is_excluded(seed: int) -> None:
 
 
 def holds_sums_that_were_not_sent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Round, "stop", lambda self, together: _stop(self, False))
+    def stop(self: _Round) -> Any:
+        self.apart = False
+        return _stop(self)
+
+    patch.setattr(_Round, "stop", stop)
 
 
 def sum_of_some_workers_counts(patch: pytest.MonkeyPatch) -> None:
@@ -217,6 +236,50 @@ def sum_of_some_workers_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 _stop = _Round.stop
+
+
+def slice_of_an_old_view_is_added(patch: pytest.MonkeyPatch) -> None:
+    def take(self: World, peer: Peer, sender: str, content: Contribution, sums: dict[Span, str]) -> None:
+        older = {s: v for (_, position, s), v in peer.received.items() if s in sums and position == content.position}
+        _take(self, peer, sender, content, {**sums, **older})
+
+    patch.setattr(World, "take", take)
+
+
+def slice_sum_of_an_old_view_is_taken(patch: pytest.MonkeyPatch) -> None:
+    def slice_of(self: World, peer: Peer, action: worker.SumTogether, owner: str) -> str | None:
+        return next((v for (_, at, o), v in peer.slices.items() if (at, o) == (action.position, owner)), None)
+
+    patch.setattr(World, "slice_of", slice_of)
+
+
+def slices_are_joined_before_all_contributed(patch: pytest.MonkeyPatch) -> None:
+    def deliver(self: World, message: Message) -> None:
+        peer, content, view = self.peers[message[1]], message[2], self.peers[message[1]].core.view
+        if isinstance(content, SliceSum) and view is not None and view.number == content.view:
+            peer.core.summed(content.view, content.position)
+            peer.summed = peer.summed or message[3][Span(0, 0)]
+        _deliver(self, message)
+
+    patch.setattr(World, "deliver", deliver)
+
+
+_take, _deliver = World.take, World.deliver
+
+SLICE_PLANTS: dict[Plant, int] = {
+    slice_of_an_old_view_is_added: 25,
+    slice_sum_of_an_old_view_is_taken: 1053,
+    slices_are_joined_before_all_contributed: 5,
+    holds_sums_that_were_not_sent: 12,
+}
+
+
+@pytest.mark.parametrize("plant", SLICE_PLANTS, ids=lambda plant: plant.__name__)
+def test_planted_mistake_is_found_with_large_sums(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    found = next((seed for seed in (SLICE_PLANTS[plant], *range(WALKS)) if is_found(seed, large=True)), None)
+    assert found is not None, f"no walk of {WALKS} found it"
+    print(f"{plant.__name__}: {found}")
 
 
 @pytest.mark.parametrize("plant", [holds_sums_that_were_not_sent, sum_of_some_workers_counts])

@@ -19,6 +19,7 @@ from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.engine import Engine
 from taskgraph.elastic_jobs.outbox import Outbox
 from taskgraph.elastic_jobs.reports import StableReports
+from taskgraph.elastic_jobs.slices import Slices
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.elastic_jobs.usercall import UserCall
 from taskgraph.elastic_jobs.view_changes import ViewChanger
@@ -223,6 +224,46 @@ def messages_without_a_reply_are_not_sent_again(patch: pytest.MonkeyPatch) -> No
         started(self)
 
     _changed(patch, Outbox, "_start_task", start_task)
+
+
+@plant
+def slice_sums_survive_a_view(patch: pytest.MonkeyPatch) -> None:
+    def drop(dropped: Callable[..., None], self: Slices, view: int, position: int) -> None:
+        self._found = {(max(of, view), at, owner): sums for (of, at, owner), sums in self._found.items()}
+        dropped(self, view, position)
+
+    _changed(patch, Slices, "drop", drop)
+
+
+@plant
+def slices_of_an_old_view_are_added(patch: pytest.MonkeyPatch) -> None:
+    def adopt(adopted: Callable[..., None], self: Engine, number: int, report: Report) -> None:
+        old = {(number, at, span): sums for (_, at, span), sums in self._received.items()}
+        adopted(self, number, report)
+        self._received = old | self._received
+
+    _changed(patch, Engine, "_adopt", adopt)
+
+
+@plant
+def slices_count_as_whole_sums(patch: pytest.MonkeyPatch) -> None:
+    def stop(stopped: Callable[..., Any], self: _Round) -> Any:
+        self.apart = False
+        return stopped(self)
+
+    _changed(patch, _Round, "stop", stop)
+
+
+@plant
+def a_slice_is_added_to_the_own_sum(patch: pytest.MonkeyPatch) -> None:
+    def sliced(slice_: Callable[..., Sums], self: Sums, index: int, count: int) -> Sums:
+        writeable = [array.flags.writeable for array in self.arrays]
+        found = slice_(self, index, count)
+        for array, part, so in zip(self.arrays, found.arrays, writeable, strict=True):
+            array.flags.writeable = part.flags.writeable = so
+        return found
+
+    _changed(patch, Sums, "slice", sliced)
 
 
 # -- the node -------------------------------------------------------------------------------------

@@ -18,9 +18,11 @@
    differ is never complete: the next view is without the outvoted workers.
 4. A total is *stable* for a worker that knows from every worker of its view that it holds the total: by a contribution
    to a later position, a report, or an answer after the last one. Only stable totals may count outside.
-5. If another communicator makes the totals (`together`), contributions carry no sums: a worker holds its own sums only.
-   Once all contributions are there, all workers of the view add up together what they contributed. The position is
-   complete for those that got the total; a view that comes first ends the attempt.
+5. The workers of a view may add up together: by another communicator (`together`), or, if the sums are large, in
+   slices. Each worker with parts then *owns* a range of the elements: it gets this slice of all sums, and sends the sum
+   of the slice to all others. Such contributions carry no whole sums (`apart`): a worker holds its own sums only.
+   Adding begins once all contributions are there. The position is complete for the workers that got the total; a view
+   that comes first ends the attempt, and nothing of it is used in the next one.
 6. Parts of the next position may be given out together with a total (`parts_ahead`). Reports name them as begun.
 
 The caller calls a method for each event, and then carries `take()` out, in order. It keeps the value of each held span
@@ -32,6 +34,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 from taskgraph.protocol.elastic.flush import Outcome, Report, deal_all, settle
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
@@ -43,6 +46,7 @@ __all__ = [
     "Complete",
     "Contribute",
     "Contribution",
+    "Dealt",
     "Differ",
     "Drop",
     "GiveTotals",
@@ -67,12 +71,20 @@ class Phase(StrEnum):
 
 @frozen
 class Contribution:
-    """A message: the sums of these spans of a position, which the sender is the source of."""
+    """A message: the sums of these spans of a position, which the sender is the source of.
+
+    Attributes:
+        tag: a digest of all totals so far and of what user code asks for.
+        large: the sums are large enough to be added up in slices.
+        apart: the message has no whole sums: the workers of the view add up together.
+    """
 
     view: int
     position: int
     spans: tuple[Span, ...]
     tag: bytes
+    large: bool = False
+    apart: bool = False
 
 
 @frozen
@@ -88,9 +100,14 @@ class SendReport:
 
 @frozen
 class Contribute:
-    """Send the contribution to all other workers of the view, with the sums."""
+    """Send the contribution to all other workers of the view, with the sums.
+
+    Attributes:
+        owners: if the sums are added up in slices, the workers that own one each: send each of them its slice.
+    """
 
     contribution: Contribution
+    owners: tuple[str, ...] = ()
 
 
 @frozen
@@ -117,10 +134,17 @@ class Complete:
 
 @frozen
 class SumTogether:
-    """Add up what this worker contributed with what all others did, by another communicator; then call `summed`."""
+    """Add up what this worker contributed with what all others did, in the same way on all workers; then call `summed`.
+
+    Attributes:
+        spans: of all workers; together they have all parts.
+        owners: the workers that own a slice each; none with another communicator.
+    """
 
     view: int
     position: int
+    spans: tuple[Span, ...]
+    owners: tuple[str, ...]
 
 
 @frozen
@@ -189,6 +213,31 @@ Action = (
 )
 
 
+_FEWEST_OWNERS = 3
+"""Two workers send each other all sums: slices would be as many bytes, and one message later."""
+
+
+class Dealt(NamedTuple):
+    """Which parts of the position at work the contributions of each worker have to cover.
+
+    Attributes:
+        view: the number of the view.
+        due: worker -> parts; empty until the parts are dealt.
+    """
+
+    view: int
+    due: Mapping[str, frozenset[int]]
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The workers that own a slice each, if sums are large; none if there are too few."""
+        owners = tuple(worker for worker, parts in self.due.items() if parts)
+        return owners if len(owners) >= _FEWEST_OWNERS else ()
+
+
+_NOT_DEALT = Dealt(-1, {})
+
+
 class _Round:
     """What a worker knows of the position at work.
 
@@ -199,17 +248,32 @@ class _Round:
         begun: parts that user code has begun to compute, or finished, or will as soon as it is there.
         parts_before: the number of parts of the position before; 0: unknown.
         ahead: the number of parts with which some were given out before user code was there; 0: none were.
-        due: worker -> the parts that its contributions have to cover; empty until the parts are dealt.
+        dealt: in this view.
+        foreseen: what will be dealt, if parts were given out before user code was there.
         waiting: parts dealt to this worker that user code has not begun, in order.
         targets: spans that this worker contributes.
         received: worker -> the spans that it contributed in this view, in the order of arrival.
         tags: worker -> the tag of its contributions.
+        large: the sums are large enough for slices.
+        apart: contributions of this view have no whole sums.
         summing: the workers of this view add up together; `summed`: they have.
         outvoted: workers whose tags differ; what they contribute is dropped.
     """
 
     __slots__ = (
-        *("ahead", "begun", "due", "outvoted", "own", "parts", "parts_before", "received"),
+        *(
+            "ahead",
+            "apart",
+            "begun",
+            "dealt",
+            "foreseen",
+            "large",
+            "outvoted",
+            "own",
+            "parts",
+            "parts_before",
+            "received",
+        ),
         *("summed", "summing", "tag", "tags", "targets", "waiting"),
     )
 
@@ -219,21 +283,26 @@ class _Round:
         self.tag = b""
         self.own: set[Span] = set()
         self.begun: set[int] = set()
-        self.due: dict[str, frozenset[int]] = {}
+        self.dealt = self.foreseen = _NOT_DEALT
         self.waiting: list[int] = []
         self.targets: tuple[Span, ...] = ()
         self.received: dict[str, list[Span]] = {}
         self.tags: dict[str, bytes] = {}
-        self.summing = self.summed = False
+        self.large = self.apart = self.summing = self.summed = False
         self.outvoted: tuple[str, ...] = ()
 
-    def stop(self, together: bool) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+    @property
+    def due(self) -> Mapping[str, frozenset[int]]:
+        return self.dealt.due
+
+    def stop(self) -> tuple[tuple[Span, ...], tuple[int, ...]]:
         """Ends the exchange of a view. Returns the spans held, and the parts begun that are not among them."""
-        if not together:
+        if not self.apart:
             self.own.update(span for spans in self.received.values() for span in spans)
         self.received, self.tags, self.outvoted = {}, {}, ()
-        self.summing = self.summed = False
-        self.due, self.waiting, self.targets = {}, [], ()
+        self.apart = self.summing = self.summed = False
+        self.dealt = self.foreseen = _NOT_DEALT
+        self.waiting, self.targets = [], ()
         held = {part for span in self.own for part in span.parts}
         return tuple(sorted(self.own)), tuple(sorted(self.begun - held))
 
@@ -250,12 +319,12 @@ class _Round:
         self.begun.difference_update(part for span in dropped for part in span.parts)
         return dropped
 
-    def deal(self, due: dict[str, frozenset[int]], me: str) -> None:
+    def deal(self, dealt: Dealt, me: str) -> None:
         """Notes which parts each worker contributes."""
-        self.due = due
-        self.targets = cover(due[me], self.parts)
+        self.dealt = dealt
+        self.targets = cover(dealt.due[me], self.parts)
         held = {part for span in self.own for part in span.parts}
-        self.waiting = sorted(due[me] - held - self.begun)
+        self.waiting = sorted(dealt.due[me] - held - self.begun)
 
     def compute_again(self, span: Span, me: str) -> None:
         """Drops a span of which some parts have another source: this worker computes the others anew."""
@@ -341,6 +410,12 @@ class Worker:
         return tuple(w for w in self._round.due if w != self._me and not self._round.covered(w))
 
     @property
+    def dealt(self) -> Dealt:
+        """The parts of the position at work, as they are dealt in this view, or will be. May be read in any thread."""
+        known = self._round
+        return known.dealt if known.dealt.due else known.foreseen
+
+    @property
     def all_whole(self) -> bool:
         """True once all workers of the view are known to be whole, and to hold what its flush ended with.
 
@@ -368,7 +443,7 @@ class Worker:
                 self._actions.append(Outside())
             return
         self.phase = Phase.FLUSHING
-        held, begun = self._round.stop(self._together)
+        held, begun = self._round.stop()
         self._reports, self._outcome, self._known, self._at_work, self._early = {}, None, {}, set(), []
         report = Report(self.position, self.whole, held, begun)
         self._actions.append(SendReport(view, report))
@@ -484,8 +559,9 @@ class Worker:
         ):
             return 0, ()
         assert self.view is not None
-        ahead = deal_all(self.view, known.parts_before)[self._me]
-        known.ahead = known.parts_before
+        dealt = deal_all(self.view, known.parts_before)
+        known.foreseen = Dealt(self.view.number, {w: frozenset(parts) for w, parts in dealt.items()})
+        known.ahead, ahead = known.parts_before, dealt[self._me]
         known.begun.update(ahead)
         return known.ahead, ahead
 
@@ -508,7 +584,7 @@ class Worker:
         if self.position == self._outcome.position:
             for span, worker in self._outcome.sources.items():
                 due[worker].update(span.parts)
-        self._round.deal({w: frozenset(parts) for w, parts in due.items()}, self._me)
+        self._round.deal(Dealt(self.view.number, {w: frozenset(parts) for w, parts in due.items()}), self._me)
         for span in sorted(self._round.own):
             if span in self._round.own:  # not merged meanwhile
                 self._merge(span)
@@ -522,11 +598,16 @@ class Worker:
         self._round.begun.update(taken)
         return taken
 
-    def computed(self, position: int, spans: Iterable[Span]) -> None:
-        """User code has finished the parts of these spans, and added each span up."""
+    def computed(self, position: int, spans: Iterable[Span], *, large: bool = False) -> None:
+        """User code has finished the parts of these spans, and added each span up.
+
+        Args:
+            large: see `Contribution`.
+        """
         known = self._round
         if position != self.position or self.phase == Phase.OUTSIDE:
             return
+        known.large |= large
         finished: set[int] = set()
         for span in spans:
             if not known.due:
@@ -550,8 +631,12 @@ class Worker:
         if not ready and self._round.targets:
             return
         assert self.view is not None
-        contribution = Contribution(self.view.number, self.position, ready, self._round.tag)
-        self._actions.append(Contribute(contribution))
+        large, owners = self._round.large, self._round.dealt.owners
+        if self._together or not large:
+            owners = ()
+        apart = self._together or bool(owners)
+        contribution = Contribution(self.view.number, self.position, ready, self._round.tag, large, apart)
+        self._actions.append(Contribute(contribution, owners))
         self._receive(self._me, contribution)
         self._complete()
 
@@ -570,6 +655,8 @@ class Worker:
             self._early.append((worker, contribution))
         elif contribution.position == self.position and worker not in self._round.outvoted:
             self._round.tags[worker] = contribution.tag
+            self._round.large |= contribution.large
+            self._round.apart |= contribution.apart
             spans = self._round.received.setdefault(worker, [])
             spans += [span for span in contribution.spans if span not in spans]
 
@@ -590,12 +677,13 @@ class Worker:
             return
         if not all(map(known.covered, known.due)):
             return
-        if self._together and not known.summed:
+        spans = tuple(sorted(span for spans in known.received.values() for span in spans))
+        if known.apart and not known.summed:
             if not known.summing:
                 known.summing = True
-                self._actions.append(SumTogether(self.view.number, self.position))
+                owners = () if self._together else known.dealt.owners
+                self._actions.append(SumTogether(self.view.number, self.position, spans, owners))
             return
-        spans = tuple(sorted(span for spans in known.received.values() for span in spans))
         self._actions.append(Complete(self.position, spans))
         self._next()
 

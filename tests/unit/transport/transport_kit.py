@@ -123,6 +123,8 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     (m.Waits(STAMP, 3), m.WaitsPage(2, (m.Wait("update", "item", 3, "grad", 0.25, (("a", 1), ("b", 2))),))),
     (m.WorkerReport(4, 0, (("n1-a", 0), ("n2-b", 3)), 9, True, ((0, 4), (5, 6)), (7,)), m.Accepted(0)),
     (m.PartSums(4, 9, ((0, 4), (5, 6)), b"tag", encoded(b"sums", bytes(100_000))), m.Accepted(0)),
+    (m.PartSums(4, 9, ((0, 4),), b"tag", encoded(b"slice", bytes(100_000)), apart=True), m.Accepted(0)),
+    (m.SliceSum(4, 9, encoded(b"sum of a slice", bytes(100_000))), m.Accepted(0)),
     (m.Totals(4, 8, encoded(b"totals", bytes(9))), m.Accepted(0)),
     (m.HoldsTotals(4, 9), m.Accepted(0)),
     (m.FirstPart(4, 9, 2, b"digest"), m.Accepted(0)),

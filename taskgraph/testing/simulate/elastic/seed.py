@@ -71,6 +71,8 @@ async def _run(outcome: Outcome) -> None:
     settings = _settings(rng)
     if outcome.seed % 7 == 3:  # few totals are kept for newcomers
         settings = dataclasses.replace(settings, max_totals_bytes=keeps.choice((1, 300, 1000)))
+    if outcome.seed % 4:  # sums are added up in slices if enough workers have parts
+        settings = dataclasses.replace(settings, sliced_bytes=1)
     if outcome.seed % 5 in (1, 3):
         workload.checkpoint_every_s = keeps.choice((0.05, 0.3, 1.0))
     pace = Pace.draw(outcome.seed, own_time)
@@ -81,7 +83,11 @@ async def _run(outcome: Outcome) -> None:
     outcome.transcript = world.transcript
     outcome.described = ", ".join([workload.text, f"{nodes} nodes", *(what for what, so in pace.has.items() if so)])
     ruthless = rng.random() < RUTHLESS_SHARE
-    faults = ElasticFaults(world, draw(rng), random.Random(rng.getrandbits(64)), ruthless=ruthless)
+    drawn = draw(rng)
+    if outcome.seed % 4 == 2:
+        for fault in drawn:
+            fault.moment = fault.moment.replace("PartSums", "SliceSum")
+    faults = ElasticFaults(world, drawn, random.Random(rng.getrandbits(64)), ruthless=ruthless)
     if workload.checkpoint_every_s is not None:
         faults.add(draw_around_checkpoints(keeps))
     world.loop.set_exception_handler(
