@@ -126,6 +126,22 @@ def test_steps_with_other_arguments_on_another_worker(here: dict[str, int], ther
     assert text.startswith(f"n2 calls run.steps(...) with other arguments than other workers ({name}): it enters anew")
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_parts_of_another_worker_with_another_shape_or_dtype(dtype: type) -> None:
+    def body(run: Any) -> None:
+        mine = np.zeros(4) if run.worker != "n2" else np.zeros(4 if dtype is np.float32 else 3, dtype)
+        for step in run.steps(rows=6, batch=6, parts=3, passes=2):
+            for part in step:
+                part.add(g=mine)
+
+    with pytest.raises(tg.JobFailed) as failed:
+        asyncio.run(run_body(body, (3, "")))
+    other = r"an array of float32 with shape (4,)" if dtype is np.float32 else "an array of float64 with shape (3,)"
+    assert str(failed.value).startswith(
+        f"g is an array of float64 with shape (4,) in some parts, and {other} in others"
+    )
+
+
 def test_pieces_before_the_first_step_that_differ() -> None:
     def body(run: Any) -> None:
         run.map(lambda piece: piece, range(3 if run.worker == "n2" else 4))
