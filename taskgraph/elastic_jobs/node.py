@@ -26,7 +26,7 @@ from taskgraph.elastic_jobs.tracing import WorkerTrace
 from taskgraph.elastic_jobs.usercall import Stopped, UserCall
 from taskgraph.elastic_jobs.values import Values
 from taskgraph.elastic_jobs.view_changes import ViewChanger
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, error_text
 from taskgraph.graph.values import encode
 from taskgraph.node.life import LifeArguments
 from taskgraph.node.membership.registration import Registration
@@ -168,6 +168,10 @@ class ElasticNode(WorkerNode):
                     return  # the node leaves
             except Exception as error:
                 if self.leaving:
+                    return
+                if isinstance(error, MemoryError) and self.engine.core.phase == Phase.OUTSIDE:
+                    text = f"{self.name} has no memory for the state that it copies ({error_text(error)})"
+                    self.end_with(JobError(f"{text}: start fewer nodes on {self.host}, or on a host with more memory"))
                     return
                 if call is self.call:
                     await self._fail(error)

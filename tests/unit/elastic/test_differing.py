@@ -180,3 +180,22 @@ async def test_first_part_of_a_newcomer_is_computed_by_an_old_worker_too(named: 
             "the first part of n2 differs from what n1 computes of it: something that parts read is not named in "
             "run.state, or they are not deterministic"
         ]
+
+
+def test_newcomer_without_memory_for_the_state() -> None:
+    """It ends with its reason. The job fails with it only because all nodes of this test are in one process."""
+
+    def body(run: Any) -> None:
+        run.state(n=0)
+        if run.worker == "n2":
+            raise MemoryError("no 8 GiB")
+        for step in run.steps(rows=6, batch=6, parts=3, passes=400):
+            for part in step:
+                part.add(n=1)
+                pause()
+
+    why = (
+        r"a node could not go on: n2 has no memory for the state that it copies \(MemoryError: no 8 GiB\): start fewer"
+    )
+    with pytest.raises(tg.JobFailed, match=why):
+        asyncio.run(run_body(body, (1, "+")))
