@@ -3,7 +3,7 @@
 A part changes the buffers of its worker's modules, such as the running averages of BatchNorm. So each part starts from
 the buffers that the round began with; their changes are summed with the parts, and the mean change is added once. The
 mean of whole numbers is rounded down: `num_batches_tracked` advances by one. Modes (`train()`, `eval()`) that a part
-leaves behind are put back.
+leaves behind are put back, also after a piece of `run.once` or `run.map`: other workers do not compute it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Modules:
         self._before: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Begins the part loop."""
+        """Keeps buffers and modes as they are now."""
         self._modes = {path: module.training for path, module in self._modules.items()}
         self._before = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
 
@@ -46,8 +46,27 @@ class Modules:
             f"{path}.{name}": buffer
             for path, module in self._modules.items()
             for name, buffer in module._buffers.items()
-            if buffer is not None
+            if buffer is not None and not torch.nn.parameter.is_lazy(buffer)
         }
+
+    def _put_modes_back(self) -> None:
+        for path, module in self._modules.items():
+            if module.training != self._modes[path]:  # to set an attribute of a module is slow
+                module.training = self._modes[path]
+
+    def put_back(self) -> None:
+        """Puts buffers and modes back."""
+        self._put_modes_back()
+        for path, module in self._modules.items():
+            for name, now in list(module._buffers.items()):
+                before = self._before.get(f"{path}.{name}")
+                if before is None:
+                    continue
+                if now is None or now.shape != before.shape or now.dtype != before.dtype:
+                    module._buffers[name] = before.clone()
+                elif not torch.equal(now, before):
+                    with torch.no_grad():
+                        now.copy_(before)
 
     def take(self) -> dict[str, torch.Tensor]:
         """Takes the changes of a part, and puts buffers and modes back.
@@ -55,9 +74,7 @@ class Modules:
         Raises:
             StepError: a buffer has another shape than before, or is no number.
         """
-        for path, module in self._modules.items():
-            if module.training != self._modes[path]:  # to set an attribute of a module is slow
-                module.training = self._modes[path]
+        self._put_modes_back()
         changes: dict[str, torch.Tensor] = {}
         buffers = self._buffers()
         for name, before in self._before.items():

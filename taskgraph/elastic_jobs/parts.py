@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from taskgraph.graph.blocks import Allocate
     from taskgraph.protocol.messages import Encoded
 
-__all__ = ["KINDS", "ModesKept", "Part", "Place", "Round", "pytorch_modes"]
+__all__ = ["KINDS", "Part", "Place", "Round", "kept_modules"]
 
 KINDS = {"mean": "gradients", "sum": "summed gradients"}
 """`reduce` of `part.backward` -> the name of the gradients in the sums."""
@@ -43,25 +43,15 @@ class Place(NamedTuple):
     round: int
 
 
-class ModesKept:
-    """The modes of PyTorch modules (`train()`, `eval()`), to be put back."""
+def kept_modules(state: Any) -> Modules | None:
+    """Keeps buffers and modes of all modules of a state: pieces change them on the workers that compute some."""
+    if pytorch() is None:
+        return None
+    from taskgraph.elastic_jobs.modules import Modules
 
-    def __init__(self, modes: Mapping[Any, bool]) -> None:
-        self._modes = modes
-
-    def restore(self) -> None:
-        for module, training in self._modes.items():
-            if module.training != training:
-                module.training = training
-
-
-def pytorch_modes(state: Any) -> ModesKept:
-    """Returns the modes of all modules of a state: pieces change them on the workers that compute some."""
-    torch = pytorch()
-    if torch is None:
-        return ModesKept({})
-    modules = [leaf for _, leaf in leaves(state) if isinstance(leaf, torch.nn.Module)]
-    return ModesKept({each: each.training for module in modules for each in module.modules()})
+    modules = Modules(leaves(state), zeros=False)
+    modules.begin()
+    return modules
 
 
 class Round:

@@ -20,6 +20,7 @@ from taskgraph.errors import StepError
 from taskgraph.graph.values import decode, encode
 
 if TYPE_CHECKING:
+    from taskgraph.elastic_jobs.modules import Modules
     from taskgraph.elastic_jobs.usercall import UserCall
     from taskgraph.elastic_jobs.watching import Watch
 
@@ -144,11 +145,14 @@ class Progress:
         """Seeds the generators alike on all workers."""
         seed_generators(derived_seed(self.node.spec.seed, self.position, what))
 
-    def pieces(self, call: str, function: Callable[[Any], Any], pieces: Sequence[Any]) -> list[Any]:
+    def pieces(
+        self, call: str, function: Callable[[Any], Any], pieces: Sequence[Any], modules: Modules | None
+    ) -> list[Any]:
         """Computes each piece once, on some worker. Returns all results, in order, on all workers.
 
         Args:
             call: `run.once` or `run.map`, for messages.
+            modules: those of the state, whose buffers and modes are put back after each piece.
 
         Raises:
             StepError: workers differ in what they call before the first step.
@@ -174,8 +178,14 @@ class Progress:
         done: tuple[int, Sums] | None = None
         while isinstance(answer := self.ask(len(pieces), what, done, repeatable=False), int):
             seed_generators(derived_seed(self.node.spec.seed, self.position, PIECE, answer))
+            if self.watch is not None:
+                self.watch.piece()
             mark = trace.begin()
-            value = encode([function(pieces[answer])], what=f"the result of {call}")
+            try:
+                value = encode([function(pieces[answer])], what=f"the result of {call}")
+            finally:
+                if modules is not None:
+                    modules.put_back()
             trace.keep(mark, "loop", f"piece {answer} of {call}")
             if self.watch is not None:
                 value = self.watch.result(call, self.position, answer, value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from taskgraph.elastic_jobs.data import Data, data_of, loader_arguments
 from taskgraph.elastic_jobs.groups import Group, Turns
-from taskgraph.elastic_jobs.parts import Part, pytorch_modes
+from taskgraph.elastic_jobs.parts import Part, kept_modules
 from taskgraph.elastic_jobs.progress import Progress
 from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.elastic_jobs.seeding import Turn
@@ -92,11 +92,7 @@ class Run:
             raise StepError(f"{call} in the part loop: call it before or after `for part in step`")
         if self._turns is not None and self._turns.contributing:
             raise StepError(f"{call} in a contribution to the group: call it before")
-        modules = pytorch_modes(self.named)
-        try:
-            return self.progress.pieces(call, function, pieces)
-        finally:
-            modules.restore()
+        return self.progress.pieces(call, function, pieces, kept_modules(self.named))
 
     def check_part_loop_ended(self) -> None:
         """Raises StepError if user code has left a part loop early."""

@@ -41,5 +41,8 @@ class Watch(Protocol):
     def total(self, place: Place, parts: int) -> None:
         """The total of a round of this many parts is there; user code may have to wait for it here."""
 
+    def piece(self) -> None:
+        """User code is about to compute a piece of `run.once` or `run.map`."""
+
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         """User code has computed a piece of `run.once` or `run.map`. Returns what counts as its result."""

@@ -16,7 +16,7 @@ from taskgraph.errors import StateError, StepError
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.variables import digests_of
 
-__all__ = ["Comparison", "Record"]
+__all__ = ["Comparison", "Record", "differing", "value_digests"]
 
 _NAMED = 3
 """The most differing names in a message."""
@@ -105,7 +105,7 @@ class Comparison:
         if known is not None and known != found:
             raise StateError(
                 f"the state before step {step} is not the same on {self._who} as in a run of one worker: "
-                f"{_differing(known, found)}\n{self._why}"
+                f"{differing(known, found)}\n{self._why}"
             )
 
     def part(self, place: Place, part: Part, sums: Sums) -> None:
@@ -144,7 +144,7 @@ class Comparison:
         if found != self._record.value:
             raise StateError(
                 f"the value that {self._who} returns is not that of a run of one worker: "
-                f"{_differing(self._record.value, found)}\nreturn what rests on totals and run.state; times and names "
+                f"{differing(self._record.value, found)}\nreturn what rests on totals and run.state; times and names "
                 f"of workers go to the log (strict=False allows them)"
             )
 
@@ -154,7 +154,7 @@ def value_digests(value: Any) -> dict[str, bytes]:
     return digests({"value": value})
 
 
-def _differing(one: dict[str, bytes], other: dict[str, bytes]) -> str:
+def differing(one: dict[str, bytes], other: dict[str, bytes]) -> str:
     """Names leaves that differ; numbers first: a learning rate says more than an array that it spoilt."""
     names = sorted(path for path in {*one, *other} if one.get(path) != other.get(path))
     return _listed(sorted(names, key=lambda path: path.count(".")))

@@ -13,9 +13,10 @@ from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.elastic_jobs.run import Run
 from taskgraph.elastic_jobs.state import digests
 from taskgraph.elastic_jobs.sums import Sums
+from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.jobs import ElasticCall
 from taskgraph.protocol.messages import Encoded
-from taskgraph.testing.compared import Comparison, Record, value_digests
+from taskgraph.testing.compared import Comparison, Record, differing, value_digests
 from taskgraph.testing.means import MeansCheck
 from taskgraph.testing.scene import Scene
 from taskgraph.testing.variables import digests_of, variables_of
@@ -86,6 +87,9 @@ class Watcher:
             self._reach(stage, place.step)
         self._had_part = False
 
+    def piece(self) -> None:
+        pass
+
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         return found
 
@@ -100,6 +104,7 @@ class Recorder(Watcher):
         super().__init__(scene, run, code)
         self._record = record
         self._means = MeansCheck()
+        self._before_piece: dict[str, bytes] = {}
 
     def boundary(self, step: int, state: Any) -> None:
         super().boundary(step, state)
@@ -123,7 +128,22 @@ class Recorder(Watcher):
     def total(self, place: Place, parts: int) -> None:
         self._means.total()
 
+    def piece(self) -> None:
+        self._before_piece = self._digests()
+
+    def _digests(self) -> dict[str, bytes]:
+        """Returns the digests of the state; none while it has what cannot travel, which the first step says."""
+        try:
+            return digests(self._run.named)
+        except (ValueError, ValueNotEncodable):  # ValueError: a lazy parameter
+            return {}
+
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+        if changed := differing(self._before_piece, self._digests()):
+            raise StateError(
+                f"{call} changed {changed} in run.state, and its function runs on one worker only: change the state "
+                f"after it, by what it returns"
+            )
         self._record.results[position, piece] = found
         return found
 

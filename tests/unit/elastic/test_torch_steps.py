@@ -257,6 +257,32 @@ async def test_modes_that_a_part_leaves_are_put_back() -> None:
     assert await run_body(body)
 
 
+@pytest.mark.parametrize("scenario", [(1, ""), (3, "")])
+async def test_pieces_leave_modes_and_buffers_as_they_were(scenario: Any) -> None:
+    """Other workers do not compute them. What a piece returns is what it made."""
+
+    def body(run: Any) -> Any:
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        run.state(model=model)
+
+        def averages(_: Any = None) -> Any:
+            assert model.training
+            model(torch.ones(4, 3) + model[1].num_batches_tracked)
+            model.eval()
+            return model[1].running_var
+
+        for step in steps(run, passes=3):
+            for part in step:
+                part.add()
+            before = [buffer.clone() for buffer in model.buffers()]
+            found = [run.once(averages), *run.map(averages, range(4))]
+            assert all(torch.equal(other, found[0]) for other in found) and not torch.equal(found[0], before[1])
+            assert model[1].training and all(map(torch.equal, model.buffers(), before))
+        return True
+
+    assert await run_body(body, scenario)
+
+
 async def test_state_of_every_kind_travels_to_a_newcomer() -> None:
     def body(run: Any) -> Any:
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))

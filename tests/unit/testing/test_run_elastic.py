@@ -181,6 +181,16 @@ def mean_in_a_sum(run: tg.Run) -> None:
         s.w += 0.01 * step["g"] / 6
 
 
+@tg.elastic
+def state_in_once(run: tg.Run) -> None:
+    s = run.state(w=np.zeros(3), kept=np.zeros(3))
+    for step in steps_of(run):
+        for part in step:
+            part.add(g=X[part.rows].sum(0) - s.w)
+        s.w += 0.1 * step["g"]
+        run.once(lambda: np.copyto(s.kept, s.w))
+
+
 NAME_IT = r"\nname all that later steps read{} in run\.state, or derive it from step\.number"
 
 
@@ -226,6 +236,10 @@ NAME_IT = r"\nname all that later steps read{} in run\.state, or derive it from 
         (
             mean_in_a_sum(),
             r"part\.add\(g=\.\.\.\) got a mean over the part's rows, and parts differ in size: .*\nadd g \* part\.size",
+        ),
+        (
+            state_in_once(),
+            r"run\.once changed kept in run\.state, and its function runs on one worker only: change the",
         ),
     ],
     ids=lambda given: given.name if isinstance(given, tg.Job) else "",
