@@ -74,8 +74,9 @@ def loader_arguments(data: Any) -> LoaderArguments | None:
     else:
         return LoaderArguments(data.batch_size, drawn, data.drop_last)
     raise StepError(
-        f"run.steps(loader): rows are chosen by run.steps, so that they do not depend on the workers, and not by the "
-        f"loader's {choice}: give rows=len(dataset), batch=..., and read dataset[row] for each of part.rows"
+        f"run.steps(loader): run.steps chooses the rows, and not the loader's {choice}: in place of a "
+        f"DistributedSampler give the loader shuffle=True\nfor weights, draw rows in each part with "
+        f"np.random.default_rng(part.seed)"
     )
 
 

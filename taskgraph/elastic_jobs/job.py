@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from taskgraph.elastic_jobs.libraries import library_threads
+from taskgraph.elastic_jobs.libraries import library_threads, pytorch
 from taskgraph.elastic_jobs.seeding import Turn, seed_generators
 from taskgraph.errors import JobError
 from taskgraph.jobs import ElasticCall, Job, JobFunction
@@ -96,6 +96,7 @@ class ElasticFunction(JobFunction[P], Generic[P, T]):
         return super().__call__(*args, **kwargs)
 
     def _made(self, arguments: dict[str, Any]) -> Job:
+        pytorch()  # the launcher, too, decodes tensors of the job's value
         given = self._options_for(arguments)
         call = ElasticCall(_in_turn(self.__wrapped__), arguments, _node, given.checkpoint_every_s, given.communicator)
         return Job(

@@ -10,6 +10,7 @@ import builtins
 import dataclasses
 import enum
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, dataclass_transform, overload
@@ -105,6 +106,9 @@ def codec(type: type[X], encode: Callable[[X], Any], decode: Callable[[Any], X],
             f"give one of them tg.codec(..., name='...')"
         )
     _codecs[type] = _codecs_by_name[name] = Codec(name, type, encode, decode)
+
+
+codec(OrderedDict, dict, OrderedDict)  # what a PyTorch module's state_dict() is
 
 
 def register(name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> Codec:

@@ -25,13 +25,20 @@ def variables_of(code: CodeType) -> dict[str, Any]:
 
 
 def digests_of(variables: dict[str, Any]) -> dict[str, bytes]:
-    """Returns digests of the small numbers, texts, arrays, and lists, tuples and dicts of them, by name."""
+    """Returns digests of the small numbers, texts, arrays, lists, tuples and dicts of them, and of objects
+    (schedulers) whose `state_dict()` is such a value, by name."""
     found = {}
     for name, value in variables.items():
         digest = hashlib.blake2b(digest_size=16)
-        if _add(digest, value, 0):
+        if _add(digest, _content(value), 0):
             found[name] = digest.digest()
     return found
+
+
+def _content(value: Any) -> Any:
+    """Returns the `state_dict()` of an object that has one, any other value as it is."""
+    has_dict = not isinstance(value, type) and callable(getattr(value, "state_dict", None))
+    return value.state_dict() if has_dict else value
 
 
 def _add(digest: Any, value: Any, depth: int) -> bool:
@@ -43,6 +50,6 @@ def _add(digest: Any, value: Any, depth: int) -> bool:
         digest.update(value.tobytes())
         return True
     if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS and depth < 2:
-        items = value.items() if isinstance(value, dict) else value
+        items = [*value, *value.values()] if isinstance(value, dict) else value
         return all(_add(digest, item, depth + 1) for item in items)
     return False

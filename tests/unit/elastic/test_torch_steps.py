@@ -344,10 +344,10 @@ async def test_loaders_say_what_a_step_has() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"sampler": WeightedRandomSampler([1.0] * 10, 10)}, r"not by the loader's sampler: give rows=len\(dataset\)"),
-        ({"sampler": RandomSampler(range(10), replacement=True)}, "not by the loader's sampler"),
-        ({"batch_sampler": [[0, 1], [2]]}, "not by the loader's batch_sampler"),
-        ({"batch_size": None}, "not by the loader's batch_size=None"),
+        ({"sampler": WeightedRandomSampler([1.0] * 10, 10)}, "not the loader's sampler: in .* shuffle=True"),
+        ({"sampler": RandomSampler(range(10), replacement=True)}, "not the loader's sampler"),
+        ({"batch_sampler": [[0, 1], [2]]}, "not the loader's batch_sampler"),
+        ({"batch_size": None}, "not the loader's batch_size=None"),
     ],
 )
 async def test_loaders_that_choose_rows_are_refused(options: Any, text: str) -> None:
@@ -451,4 +451,16 @@ async def test_errors_by_name(code: Any, text: str) -> None:
 
 def test_pytorch_is_not_imported_by_itself() -> None:
     code = "import sys, taskgraph.elastic_jobs.job, taskgraph.elastic_jobs.node; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_launcher_knows_tensors_of_the_value() -> None:
+    code = """if True:
+        import sys, torch
+        import taskgraph as tg
+        from taskgraph.graph.codecs import codec_named
+
+        tg.elastic(lambda run: None)()
+        assert codec_named("torch.Tensor")
+    """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import subprocess
@@ -83,6 +84,13 @@ def test_subclasses_are_declared_on_their_own() -> None:
     assert decode(encode(Child(w=1, more=2.5))) == Child(w=1, more=2.5)
     with pytest.raises(ValueNotEncodable, match=r"decorate it with @tg\.message"):
         encode(NotDeclared(w=1))
+
+
+def test_an_ordered_dict_arrives_as_one() -> None:
+    value = collections.OrderedDict(b=[1], a=collections.OrderedDict())
+    back = decode(encode(value))
+    assert (type(back), type(back["a"]), list(back)) == (collections.OrderedDict, collections.OrderedDict, ["b", "a"])
+    assert back == value
 
 
 def test_post_init_does_not_change_fields() -> None:

@@ -71,7 +71,7 @@ def refused(value: Any, what: str = "channel 'grad' of task 3") -> str:
         (Color.RED, "Color", "x.value"),
         (Count(1), "Count", "int(x)"),
         (Name("x"), "Name", "str(x)"),
-        (collections.OrderedDict(), "OrderedDict", "dict(x)"),
+        (collections.Counter(), "Counter", "dict(x)"),
         (collections.defaultdict(int), "defaultdict", "dict(x)"),
         (range(3), "range", "list(x)"),
         (io.StringIO(), "_io.StringIO", "open it in setup(), and leave it out of the state"),
