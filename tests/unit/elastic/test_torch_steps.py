@@ -456,11 +456,14 @@ def test_pytorch_is_not_imported_by_itself() -> None:
 
 def test_the_launcher_knows_tensors_of_the_value() -> None:
     code = """if True:
-        import sys, torch
+        import torch
         import taskgraph as tg
         from taskgraph.graph.codecs import codec_named
 
-        tg.elastic(lambda run: None)()
+        @tg.elastic
+        def train(run): ...
+
+        train()
         assert codec_named("torch.Tensor")
     """
     subprocess.run([sys.executable, "-c", code], check=True)
