@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.sums import Sums
     from taskgraph.elastic_jobs.tracing import Mark
 
-__all__ = ["Step", "StepOptions", "Steps"]
+__all__ = ["FEW_STEPS", "UNCHANGED", "Step", "StepOptions", "Steps"]
 
-_FEW_STEPS = 3
+FEW_STEPS: Final = 3
 """If this many steps change nothing, the update is probably called at the wrong place."""
+UNCHANGED: Final = (
+    f"the first {FEW_STEPS} steps changed nothing in run.state: call optimizer.step() after `for part in step`, "
+    f"without zero_grad() in between"
+)
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,8 @@ class Steps:
         node = self.run.progress.node
         if number == 0:
             self._first = found
-        elif number == _FEW_STEPS and found and found == self._first and node.workers[:1] == (node.name,):
-            text = (
-                f"the first {number} steps changed nothing in run.state: call optimizer.step() after `for part in "
-                f"step`, without zero_grad() in between"
-            )
-            node.emit("unchanged", text)
+        elif number == FEW_STEPS and found and found == self._first and node.workers[:1] == (node.name,):
+            node.emit("unchanged", UNCHANGED)
 
     @property
     def in_part_loop(self) -> bool:
@@ -299,7 +299,10 @@ class Step:
         """Reports numbers, once the step is stable."""
         self.check_part_loop_ended()
         progress = self._steps.run.progress
-        progress.node.report(progress.position, self.number, {name: float(value) for name, value in numbers.items()})
+        given = {name: float(value) for name, value in numbers.items()}
+        if progress.watch is not None:
+            progress.watch.report(progress.position, self.number, given)
+        progress.node.report(progress.position, self.number, given)
 
 
 def _nonfinite(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

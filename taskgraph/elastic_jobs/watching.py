@@ -46,3 +46,6 @@ class Watch(Protocol):
 
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         """User code has computed a piece of `run.once` or `run.map`. Returns what counts as its result."""
+
+    def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
+        """User code reports numbers of a step, after this many totals."""

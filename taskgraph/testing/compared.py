@@ -6,6 +6,7 @@ the same state before each step, and the same result of each part that it comput
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from taskgraph.elastic_jobs.engine import chained
@@ -31,6 +32,7 @@ class Record:
         various: names of variables that differ between workers though their states do not.
         parts: (step, round, part) -> digest.
         results: (position, piece) -> the result of a piece of `run.once` or `run.map`.
+        reports: (step, position) -> the numbers of each report there.
         value: path -> digest.
         steps: the number of steps that had a round.
     """
@@ -41,6 +43,7 @@ class Record:
         self.various: set[str] = set()
         self.parts: dict[tuple[int, int, int], bytes] = {}
         self.results: dict[tuple[int, int], Encoded] = {}
+        self.reports: dict[tuple[int, int], list[dict[str, float]]] = {}
         self.value: dict[str, bytes] = {}
         self.steps = 0
 
@@ -61,6 +64,7 @@ class Comparison:
         self._worker = worker
         self._joined: int | None = None  # the step before which it began with a copied state
         self._steps = 0
+        self._reports: Counter[tuple[int, int]] = Counter()
         self._suspects: set[str] = set()  # variables that are other ones than in the record
 
     def copied(self, step: int) -> None:
@@ -71,9 +75,13 @@ class Comparison:
         return self._worker + (f" (joined at step {self._joined})" if self._joined is not None else "")
 
     @property
+    def _newly_suspect(self) -> list[str]:
+        return sorted(self._suspects - self._record.various)
+
+    @property
     def _why(self) -> str:
         if self._joined is not None:
-            names = sorted(self._suspects - self._record.various)
+            names = self._newly_suspect
             differ = f" (here {_listed(names)}?)" if names else ""
             return (
                 f"name all that later steps read{differ} in run.state, or derive it from step.number; what is drawn or "
@@ -136,6 +144,27 @@ class Comparison:
                 f"worker\n{self._why}"
             )
         return found
+
+    def report(self, position: int, step: int, found: dict[str, float]) -> None:
+        reports, at = self._record.reports.get((step, position), []), self._reports[step, position]
+        self._reports[step, position] += 1
+        known = reports[at] if at < len(reports) else {}
+        for name in found.keys() & known.keys():
+            if repr(known[name]) != repr(found[name]):  # nan is equal to nan
+                raise StateError(
+                    f"step.report: {name} is {found[name]!r} on {self._who} and {known[name]!r} in a run of one "
+                    f"worker, at step {step}\n{self._why_of_report}"
+                )
+
+    @property
+    def _why_of_report(self) -> str:
+        of_parts = (
+            "a local of the part loop has this worker's parts alone: report step.loss, or part.add(...) and step[...], "
+            "and no times (strict=False allows them)"
+        )
+        if self._joined is None:
+            return of_parts
+        return self._why if self._newly_suspect else f"{self._why}; {of_parts}"
 
     def value(self, value: Any) -> None:
         if self._steps < self._record.steps:

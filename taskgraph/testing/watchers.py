@@ -12,6 +12,7 @@ from taskgraph.elastic_jobs.parts import Part, Place
 from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.elastic_jobs.run import Run
 from taskgraph.elastic_jobs.state import digests
+from taskgraph.elastic_jobs.steps import FEW_STEPS, UNCHANGED
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.jobs import ElasticCall
@@ -93,6 +94,9 @@ class Watcher:
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         return found
 
+    def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
+        pass
+
     def value(self, value: Any) -> None:
         """The function has returned a value."""
 
@@ -105,10 +109,14 @@ class Recorder(Watcher):
         self._record = record
         self._means = MeansCheck()
         self._before_piece: dict[str, bytes] = {}
+        self._trained = False  # a part has called `part.backward`
 
     def boundary(self, step: int, state: Any) -> None:
         super().boundary(step, state)
         self.last_boundary(step, state)
+        states = self._record.states
+        if step == FEW_STEPS and self._trained and states[0] and states[step] == states[0]:
+            raise StateError(UNCHANGED)
         self._record.variables[step] = digests_of(variables_of(self._code))
 
     def last_boundary(self, step: int, state: Any) -> None:
@@ -123,6 +131,8 @@ class Recorder(Watcher):
 
     def computed(self, place: Place, part: Part, sums: Sums) -> None:
         self._means.computed(place, part, sums)
+        if place.step == 0 and "weight" in sums.tree():
+            self._trained = True
         self._record.part(place, part, sums)
 
     def total(self, place: Place, parts: int) -> None:
@@ -146,6 +156,9 @@ class Recorder(Watcher):
             )
         self._record.results[position, piece] = found
         return found
+
+    def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
+        self._record.reports.setdefault((step, position), []).append(numbers)
 
     def value(self, value: Any) -> None:
         self._record.value = value_digests(value)
@@ -179,6 +192,9 @@ class Comparer(Watcher):
 
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         return self._comparison.result(call, position, piece, found)
+
+    def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
+        self._comparison.report(position, step, numbers)
 
     def value(self, value: Any) -> None:
         self._comparison.value(value)

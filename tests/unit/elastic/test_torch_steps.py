@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from elastic_cluster import SCENARIOS, run_body
 
+import taskgraph as tg
 from taskgraph.errors import JobFailed
 from taskgraph.observe.events import Event
 
@@ -173,6 +174,36 @@ async def test_gradients_end_with_their_step() -> None:
         return step.number
 
     assert await run_body(body) == 1
+
+
+@tg.elastic
+def updated_in_the_part_loop(run: tg.Run) -> None:
+    model = nn.Linear(3, 1)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    run.state(model=model, opt=opt)
+    for step in steps(run, passes=4):
+        for part in step:
+            part.backward(model(torch.ones(1, 3)).sum())
+            opt.step()
+
+
+@tg.elastic
+def predicted(run: tg.Run) -> int:
+    model = nn.Linear(3, 1)
+    run.state(model=model)
+    for step in steps(run, passes=4):
+        for part in step:
+            part.add(positive=int((model(torch.ones(1, 3)) > 0).sum()))
+    return int(step["positive"])
+
+
+def test_strict_run_fails_if_training_changes_nothing() -> None:
+    with pytest.raises(
+        JobFailed, match=r"the first 3 steps changed nothing in run\.state: call optimizer\.step\(\) after"
+    ):
+        tg.testing.run(updated_in_the_part_loop())
+    tg.testing.run(updated_in_the_part_loop(), strict=False)
+    tg.testing.run(predicted())  # it trains nothing
 
 
 @pytest.mark.parametrize(("where", "unchanged"), [("in the part loop", 1), ("after zero_grad", 1), ("after it", 0)])

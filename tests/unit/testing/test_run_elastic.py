@@ -191,6 +191,30 @@ def state_in_once(run: tg.Run) -> None:
         run.once(lambda: np.copyto(s.kept, s.w))
 
 
+@tg.elastic
+def sum_of_own_parts(run: tg.Run) -> None:
+    s = run.state(w=np.zeros(3))
+    for step in steps_of(run):
+        total = 0.0
+        for part in step:
+            part.add(g=X[part.rows].sum(0) - s.w)
+            total += X[part.rows].sum()
+        s.w += 0.1 * step["g"]
+        step.report(none=np.nan)
+        step.report(shift=abs(step["g"]).max(), total=total)
+
+
+@tg.elastic
+def mean_since_it_joined(run: tg.Run) -> None:
+    s, seen = run.state(w=np.zeros(3)), []
+    for step in steps_of(run):
+        for part in step:
+            part.add(g=X[part.rows].sum(0) - s.w)
+        s.w += 0.1 * step["g"]
+        seen.append(float(step["g"][0]))
+        step.report(shift=sum(seen) / len(seen))
+
+
 NAME_IT = r"\nname all that later steps read{} in run\.state, or derive it from step\.number"
 
 
@@ -236,6 +260,16 @@ NAME_IT = r"\nname all that later steps read{} in run\.state, or derive it from 
         (
             mean_in_a_sum(),
             r"part\.add\(g=\.\.\.\) got a mean over the part's rows, and parts differ in size: .*\nadd g \* part\.size",
+        ),
+        (
+            sum_of_own_parts(),
+            r"step\.report: total is -?\d\S+ on n\d and -?\d\S+ in a run of one worker, at step 0\na local of the part "
+            r"loop has this worker's parts alone: report step\.loss, or part\.add",
+        ),
+        (
+            mean_since_it_joined(),
+            r"step\.report: shift is \S+ on n\d \(joined at step \d\) and \S+ in a run of one worker, at step \d"
+            + NAME_IT.format(r" \(here seen\?\)"),
         ),
         (
             state_in_once(),
