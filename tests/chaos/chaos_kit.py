@@ -240,11 +240,11 @@ class Chaos:
         self, count: int = 1, *arguments: str, python: tuple[str, ...] = ("-m", "taskgraph")
     ) -> Command:
         """More nodes, from a launcher of their own."""
-        before = len(self.view.nodes)
+        before = set(self.view.nodes)  # dead nodes among them may vanish meanwhile
         command = await self.cli.start(
             "launch", self.name, "--nodes", str(count), *arguments, python=python, **{VARIABLE: str(self._faults)}
         )
-        await self.until("more nodes", lambda view: len(view.nodes) > before)
+        await self.until("more nodes", lambda view: not before.issuperset(view.nodes))
         return command
 
     # -- the end ----------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class World:
                 found.append((self.slow.get(peer.name, 1.0), lambda p=peer: self.get_sum(p)))
             if peer.slice_due is not None:
                 found.append((self.slow.get(peer.name, 1.0), lambda p=peer: self.add_slice(p)))
-            if peer.core.phase != Phase.OUTSIDE or peer.hand or peer.core.view is None:
+            if self.has_work(peer) and (peer.core.phase != Phase.OUTSIDE or peer.hand or peer.core.view is None):
                 found.append((self.slow.get(peer.name, 1.0), lambda p=peer: self.run_user(p)))
             if (peer.core.view is None or peer.core.view.number < self.view.number) and (
                 peer.core.phase != Phase.OUTSIDE or self.view.since(peer.name) is not None
@@ -314,6 +314,14 @@ class World:
 
     # -- one worker -------------------------------------------------------------------------------
 
+    def has_work(self, peer: Peer) -> bool:
+        """Whether `run_user` would do anything."""
+        if peer.hand is not None or peer.user < peer.core.position:
+            return True
+        if peer.user == self.steps:
+            return not peer.ended
+        return peer.begun < peer.user or bool(peer.core._round.waiting)
+
     def run_user(self, peer: Peer) -> None:
         worker = peer.core
         if peer.hand is not None:
@@ -329,9 +337,8 @@ class World:
             if peer.user == worker.position < self.steps and self.rng.random() < 0.7:
                 self.compute(peer, worker.parts_ahead()[1])
         elif peer.user == self.steps:
-            if not peer.ended:
-                peer.ended = True
-                worker.ended()
+            peer.ended = True
+            worker.ended()
         elif peer.begun < peer.user:
             self.reach(peer)
         else:

@@ -153,8 +153,16 @@ class Checks:
                     self._give_out(node, position - 1, held[position - 1], "reports")
 
     def _give_out(self, node: ElasticNode, position: int, digest: bytes, how: str) -> None:
-        if node.id in (known.id for known in self._living()) and self.out.setdefault(position, digest) != digest:
+        if node.id not in (known.id for known in self._living()) or self._is_left_behind(node):
+            return
+        if self.out.setdefault(position, digest) != digest:
             raise Violation(f"E3: {node.id} {how} its total at {position}, and another one was given out")
+
+    def _is_left_behind(self, node: ElasticNode) -> bool:
+        """True if others returned while this worker was paused, or declared gone: nothing of it counts any longer."""
+        view, newest = node.engine.core.view, self._view.workers
+        assert view is not None and newest is not None
+        return view.lineage < newest.record.lineage and (node.paused or node.id in self._view.gone)
 
     def returned(self, position: int) -> None:
         """A lineage begins after this number of totals: later ones are undone."""
