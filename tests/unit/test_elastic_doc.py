@@ -26,6 +26,8 @@ def test_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.line and tg.run(module.line(), nodes=0).value == pytest.approx([1, 2, 3])
     assert tg.run(module.evaluated(), nodes=0).value > 0.3
     assert tg.run(module.fitted(), nodes=0).value < 0.8
+    for job in (module.drawn(), module.chunks(), module.gan()):
+        tg.testing.run(job)
     tg.run(module.typed(), nodes=0)
 
 
