@@ -63,14 +63,18 @@ torch: $(VENV)/.installed-dev ## Add PyTorch to .venv, for the tests and example
 run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with an etcd of its own
 	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)
 
+# The tests start many processes: each of them would compile this package anew, and each run of pytest its tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST := $(BIN)/python -m pytest
-TWO := -n 2 --dist worksteal
+# Three for two cores: tests with processes and leases wait for most of their time.
+THREE := -n 3 --dist worksteal
 
 test: $(VENV)/.installed-dev ## Run the tests that show each promise, 5 to 6 minutes on two cores; TESTS=tests/unit/graph
-	$(PYTEST) $(if $(TESTS),$(TESTS),$(TWO) -m 'not slow' tests) $(PYTEST_ARGS)
+	$(PYTEST) $(if $(TESTS),$(TESTS),$(THREE) -m 'not slow' tests) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that `make test` leaves out
-	$(PYTEST) $(TWO) -m slow $(PYTEST_ARGS) tests
+	$(PYTEST) $(THREE) -m slow $(PYTEST_ARGS) tests
 
 test-all: test test-slow ## Run all tests
 

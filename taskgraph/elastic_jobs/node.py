@@ -28,6 +28,7 @@ from taskgraph.elastic_jobs.values import Values
 from taskgraph.elastic_jobs.view_changes import ViewChanger
 from taskgraph.errors import JobError, error_text
 from taskgraph.graph.values import encode
+from taskgraph.hints import hint
 from taskgraph.node.life import LifeArguments
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
@@ -208,7 +209,10 @@ class ElasticNode(WorkerNode):
     async def _fail(self, error: Exception) -> None:
         """Fails the job with an error of user code."""
         assert self.job.elastic is not None
-        await self.fail_by(UserCodeError(self.job.elastic.function.__name__, error))
+        where = f"in step {self.trace.step}" if self.trace.step >= 0 else ""
+        also = "; ".join(filter(None, (where, hint(error))))
+        failed = UserCodeError(self.job.elastic.function.__name__, error)
+        await self.fail_with(failed, None, None, (self._own_key(),), also)
 
     async def fail_by(self, error: UserCodeError | JobError, *fences: Compare) -> None:
         await self.fail_with(error, None, None, (*fences, self._own_key()), "")

@@ -17,6 +17,7 @@ from taskgraph.elastic_jobs.adding import Finished, Merging
 from taskgraph.elastic_jobs.engine import Summed, chained
 from taskgraph.elastic_jobs.room import Room
 from taskgraph.elastic_jobs.sums import Sums
+from taskgraph.errors import JobError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol.messages import Encoded, FirstPart, StateCopy, StateDigests
 from taskgraph.protocol.records import name_of
@@ -109,8 +110,16 @@ class UserCall:
         return (-1, ()) if view is None else (view.number, tuple(map(name_of, view.workers)))
 
     def __call__(self) -> None:
-        """Calls the function."""
-        self.value, self.positions = self._function(self)
+        """Calls the function.
+
+        Raises:
+            JobError: it raised SystemExit or KeyboardInterrupt, which would end the worker, and then the others.
+        """
+        try:
+            self.value, self.positions = self._function(self)
+        except (SystemExit, KeyboardInterrupt) as error:
+            text = f"user code raised {error!r}: return from the function to end the job, or raise an exception"
+            raise JobError(text).with_traceback(error.__traceback__) from None
 
     def ask(
         self, position: int, parts: int, tag: bytes, done: tuple[int, Sums] | None, *, repeatable: bool

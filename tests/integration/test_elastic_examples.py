@@ -43,7 +43,7 @@ async def disturbed(cli: Cli, name: str, example: str, **options: Any) -> Any:
 
 
 async def test_mixture(cli: Cli) -> None:
-    options = {"points": 20_000, "tolerance": -1.0, "steps": 1000}
+    options = {"points": 20_000, "tolerance": -1.0, "steps": 2500}
     calm = await undisturbed("elastic_numpy", **options)
     assert calm["0"]["largest error of a mean"] < 0.05
     assert await disturbed(cli, "mixture", "elastic_numpy", **options) == calm

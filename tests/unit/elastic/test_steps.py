@@ -392,3 +392,25 @@ def test_sums_do_not_change_with_the_arrays_that_were_added() -> None:
 )
 def test_difference_of_layouts(one: Any, two: Any, found: Any) -> None:
     assert difference(Sums.of(one).layout, Sums.of(two).layout) == found
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        (KeyError("x"), r"^'call_body': KeyError: 'x'; in step 1\n"),
+        (SystemExit(3), r"user code raised SystemExit\(3\): return from the function to end the job, or raise an exc"),
+        (KeyboardInterrupt(), r"user code raised KeyboardInterrupt\(\): return from the function"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_exception_of_user_code_fails_the_job(raised: BaseException, text: str) -> None:
+    def body(run: Any) -> None:
+        for step in small(run):
+            for part in step:
+                if step.number == 1:
+                    raise raised
+                part.add()
+
+    with pytest.raises(JobFailed, match=text) as failed:
+        await run_body(body, (2, ""))
+    assert "raise raised" in failed.value.traceback_text or not isinstance(raised, KeyError)
