@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.engine import chained
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import Turn, derived_seed, seed_generators
-from taskgraph.elastic_jobs.state import capture, check_names, writable
+from taskgraph.elastic_jobs.sharing import check_shared
+from taskgraph.elastic_jobs.state import capture, check_names, leaves, writable
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode, encode
@@ -131,6 +133,8 @@ class Progress:
             members: see `copied_members`.
         """
         check_names(state)
+        if self.watch is not None or self.node.state_wanted or is_checked(number):
+            check_shared(leaves(state))
         self.node.trace.begin_step(number)
         if self.watch is not None:
             self.watch.boundary(number, state)
