@@ -52,40 +52,48 @@ class Differences:
 
     Attributes:
         outvoted: workers that differ, until they have left the view.
+        differs: this worker is one that the others exclude for that.
     """
 
     def __init__(self, node: WorkerNode, changed: Callable[[], None]) -> None:
         self._node = node
         self._changed = changed
         self.outvoted: frozenset[str] = frozenset()
+        self.differs = False
+        self._since: dict[str, int | None] = {}  # the numbers of the views by which the outvoted ones entered
         self._away: frozenset[str] = frozenset()  # they were outvoted, and have left the view
         self._position = -_AGAIN - 1  # at which workers differed last, or entered anew because of it
 
     def read_view(self, view: View) -> None:
         """One that enters again begins with a copied state."""
         workers = frozenset(view.workers)
-        self._away |= self.outvoted - workers
-        self.outvoted &= workers
+        left = frozenset(worker for worker in self.outvoted if view.since(worker) != self._since[worker])
+        self._away |= left  # the view without them may not have been read
+        self.outvoted -= left
         if self._away & workers:
             self._away -= workers
             self._position = self._node.engine.core.position
 
     def found(self, position: int, outvoted: tuple[str, ...]) -> None:
         """The tags of workers differ at this position."""
-        if self._node.id not in outvoted:
+        self.differs = self._node.id in outvoted
+        if not self.differs:
             self._node.own(self._exclude(position, outvoted), "compare states")
 
     async def _exclude(self, position: int, outvoted: tuple[str, ...]) -> None:
         node = self._node
-        mine = node.digests if node.digests.step >= 0 else None
+        mine, view = node.digests if node.digests.step >= 0 else None, node.engine.core.view
+        assert view is not None
         found = [await _compare(node, mine, worker) for worker in outvoted]
+        if node.engine.core.view != view:
+            return  # another worker has excluded them, or workers were lost: tags are compared anew
         if position - self._position <= _AGAIN:
             await node.fail_by(_lasting("; ".join(found)))
             return
         self._position = position
         self.outvoted = frozenset(outvoted)
-        view = node.engine.core.view
-        others = () if view is None else [worker for worker in view.workers if worker not in outvoted]
+        self._since = {worker: view.since(worker) for worker in outvoted}
+        others = [worker for worker in view.workers if worker not in outvoted]
         for text in found if others[:1] == [node.id] else ():  # the others found the same
             node.events.emit("differs", f"{text}: it enters anew, with a copied state")
         self._changed()

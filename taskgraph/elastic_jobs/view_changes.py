@@ -110,9 +110,10 @@ class ViewChanger:
         assert node.engine.core.view is not None
         self._outside_since = node.engine.core.view.number
         if not node.draining:
-            node.events.emit(
-                "excluded", f"{node.name} was excluded, as lost or different: it copies the state, and enters again"
-            )
+            why = "since it differs from the other workers" if self._differences.differs else "as lost or different"
+            text = f"{node.name} was excluded, {why}: it copies the state, and enters again"
+            node.events.emit("excluded", text)
+            self._differences.differs = False
             node.begin_anew()
 
     # -- the next view ----------------------------------------------------------------------------

@@ -444,6 +444,10 @@ class LocalNodes:
                     found[entry.name] = left.ran
         return found
 
+    def _starts(self, name: str) -> bool:
+        """True if no key of a node has been seen yet."""
+        return any(each.name == name and each.registered_at == math.inf for each in self._processes.values())
+
     async def leave(self, within_s: float) -> None:
         """Lets every node hand over and leave; after `within_s` it gets SIGKILL."""
         self._stopping = True
@@ -469,6 +473,9 @@ class LocalNodes:
                 running = self._running()
                 for name in self.pids():
                     ran = f" while it runs {' and '.join(map(str, running[name]))}" if name in running else ""
+                    if not ran and self._starts(name):
+                        log.info("node %s was still starting when the job ended", name)
+                        continue
                     log.warning("node %s has not ended with the job, and is killed%s", name, ran)
             self.kill_now()
             try:

@@ -44,6 +44,9 @@ def test_worker_with_a_wrong_state_enters_anew() -> None:
     assert [event.text for event in events if event.kind == "differs"] == [
         "the state of n2 differs before step 6: w: it enters anew, with a copied state"
     ]
+    assert [event.text for event in events if event.kind == "excluded"] == [
+        "n2 was excluded, since it differs from the other workers: it copies the state, and enters again"
+    ]
 
 
 def test_state_that_was_not_named() -> None:

@@ -423,6 +423,31 @@ async def test_finished_job_waits_for_teardown(
     assert [record.message for record in caplog.records] == (said if ends else [])
 
 
+@pytest.mark.parametrize("registered", [False, True])
+async def test_node_that_still_starts_at_the_end(
+    registered: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To kill it is no alarm: it has taken no part in the job."""
+    monkeypatch.setattr(Scripted, "script", """touch "$0"; sleep 60""")
+    monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.02)
+    monkeypatch.setattr("taskgraph.launch.local._KEY_LOOK_S", 0.01)
+    coordinator = MemoryCoordinator(MemoryStore())
+    nodes = Scripted(ENTRY, coordinator, Runtime(tmp_path))
+    caplog.set_level("INFO", "taskgraph")
+    await nodes.start(1)
+    try:
+        if registered:
+            (entry,) = nodes._processes.values()
+            await coordinator.txn(Txn(success=(Put(nodes._keys.node(entry.node_id), b"x"),)))
+        async with asyncio.timeout(30):
+            await nodes.wait_to_end(0.1, 0.1)
+    finally:
+        await nodes.stop(0.0, tell=False)
+    said = "has not ended with the job, and is killed" if registered else "was still starting when the job ended"
+    level = "WARNING" if registered else "INFO"
+    assert (caplog.records[0].levelname, caplog.records[0].message) == (level, f"node n1 {said}")
+
+
 @pytest.mark.parametrize(("script", "how"), [("kill -9 $$", "was killed by SIGKILL"), ("exit 3", "exited with code 3")])
 async def test_death_in_teardown_is_reported(
     script: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
