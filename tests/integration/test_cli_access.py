@@ -24,12 +24,11 @@ async def everything(cli: Cli, name: str, *access: str) -> None:
     assert told[:3] == ["taskgraph", "launch", name]
     launch = await cli.start(*("2" if word == "N" else word for word in told[1:]))
     by_hand = await cli.start("node", "--job", name, "--name", "hand", *access, *token)
-    await launch.until("epoch 1/")
-    names = set[str]()
+    names, epoch = set[str](), 0
     async with asyncio.timeout(30):
-        while not names >= {"n1", "n2", "hand"}:  # the job begins with the first of them
+        while not (names >= {"n1", "n2", "hand"} and epoch >= 1):  # the job begins with the first of them
             found = json.loads((await cli("status", name, "--json", *access, *token)).out)
-            names = {node["name"] for node in found["nodes"]}
+            names, epoch = {node["name"] for node in found["nodes"]}, found["epoch"]
     elsewhere = cli.root / "elsewhere"
     elsewhere.mkdir()
     cli.cwd, here = elsewhere, cli.cwd

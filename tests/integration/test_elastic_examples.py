@@ -43,16 +43,16 @@ async def disturbed(cli: Cli, name: str, example: str, **options: Any) -> Any:
 
 
 async def test_mixture(cli: Cli) -> None:
-    options = {"points": 20_000, "tolerance": -1.0, "steps": 2500}
+    options = {"points": 20_000, "tolerance": -1.0, "steps": 1600}
     calm = await undisturbed("elastic_numpy", **options)
     assert calm["0"]["largest error of a mean"] < 0.05
     assert await disturbed(cli, "mixture", "elastic_numpy", **options) == calm
 
 
 async def test_readmes_program(cli: Cli) -> None:
-    calm = await undisturbed("elastic_readme", passes=600)
+    calm = await undisturbed("elastic_readme", passes=400)
     assert calm["0"] == pytest.approx([1, 2, 3])
-    assert await disturbed(cli, "train", "elastic_readme", passes=600) == calm
+    assert await disturbed(cli, "train", "elastic_readme", passes=400) == calm
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def network() -> Any:
     """What the network's example returns on one worker."""
     pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
     job: Any = load_driver(str(EXAMPLES / "elastic_torch.py"))
-    return json.loads(tg.run(job(passes=60), nodes=1, timeout_s=LIMIT_S).to_json())["values"]
+    return json.loads(tg.run(job(passes=30), nodes=1, timeout_s=LIMIT_S).to_json())["values"]
 
 
 @pytest.fixture
@@ -71,11 +71,11 @@ def torch_cli(cli: Cli, tmp_path: Path) -> Cli:
 
 async def test_network(torch_cli: Cli, network: Any) -> None:
     assert network["0"]["best accuracy"] > 0.93
-    assert await disturbed(torch_cli, "read_digits", "elastic_torch", passes=60) == network
+    assert await disturbed(torch_cli, "read_digits", "elastic_torch", passes=30) == network
 
 
 async def test_network_goes_on_from_its_checkpoint(torch_cli: Cli, network: Any, tmp_path: Path) -> None:
-    options = ("--json", "-o", "passes=60", "-o", f"checkpoint=file://{tmp_path / 'kept'}")
+    options = ("--json", "-o", "passes=30", "-o", f"checkpoint=file://{tmp_path / 'kept'}")
     example = str(EXAMPLES / "elastic_torch.py")
     run = await torch_cli.start("run", example, "--nodes", "2", *options)
     await run.until("checkpoint after step")
