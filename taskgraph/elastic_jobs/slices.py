@@ -3,8 +3,7 @@
     sums of each worker ──a slice to each owner──► owner ──the sum of its slice──► all workers ──join──► the total
 
 Each worker with parts owns a slice: a range of the elements. It adds its slice of all sums along the tree, so the total
-has the bits of one that each worker adds up by itself. A worker receives about twice the size of a sum, with any number
-of workers, and adds each element of its slice alone.
+has the same bits as without slices. A worker receives about twice the size of a sum, with any number of workers.
 
 Slices and their sums are of one view. The next one begins from the whole sums, which each worker keeps.
 """

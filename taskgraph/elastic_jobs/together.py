@@ -74,7 +74,7 @@ class _Keys:
             if self._closed:
                 raise GroupClosed
             if key not in self._found:
-                raise TimeoutError(f"another worker has not told its address within {_KEY_S:g} s")
+                raise TimeoutError(f"another worker has not sent its address within {_KEY_S:g} s")
             return self._found[key]
 
     def has(self, key: str) -> bool:

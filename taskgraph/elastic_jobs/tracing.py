@@ -1,6 +1,6 @@
 """What `taskgraph trace` shows of a worker: what its time goes to, step by step.
 
-    mark = trace.begin()                     # None while nobody traces
+    mark = trace.begin()                     # None if the node is not traced
     ...                                      # the work
     trace.keep(mark, "part", "part 3")
 

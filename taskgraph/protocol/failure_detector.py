@@ -65,7 +65,7 @@ class _Evidence:
         ended_lease: a lease of it that has ended.
         absent_since: when its key was first absent.
         absent_before: its key was absent before the pause of this node.
-        heard_at: when it answered last, or work went on; None: nobody asks it.
+        heard_at: when it answered last, or work went on; None: it is not asked.
         silent: it has not answered for too long.
     """
 
