@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
     # Otherwise gRPC prints a line for each bad frame or failed handshake. Our errors say the same.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        made = parser(driver=function)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        made = parser(arguments, driver=function)
         options = made.parse_args(arguments)
         if options.command is None:
             made.print_help(sys.stderr)

@@ -336,6 +336,10 @@ async def shutdown(options: argparse.Namespace) -> int:
         follower = Follower(reached.coordinator, reached.spec, b"")
         ended = await follower.cancel_job("shut down by `taskgraph shutdown`")
         print(f"job {reached.name} {'was ended' if ended else 'had ended already'}")
+    from taskgraph.commands.placing import is_placed, stop  # only a job that a launcher started has more to remove
+
+    if is_placed(options):
+        print(await stop(options))
     return 0
 
 

@@ -6,6 +6,7 @@ This module loads neither numpy nor gRPC: `--help`, `--version` and a mistyped c
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from taskgraph.version import VERSION
 
 if TYPE_CHECKING:
+    from taskgraph.clusters.api import Launcher
     from taskgraph.jobs import JobFunction
 
 __all__ = ["COMMANDS", "USAGE", "add_etcd_options", "add_listen_options", "parser"]
@@ -29,7 +31,7 @@ _SHOW_ALL = "--help-all"
 COMMANDS = {
     "Run": {
         "run": "running:run",
-        "submit": "running:submit_command",
+        "submit": "submitting:submit",
         "launch": "joining:launch",
         "node": "joining:node",
     },
@@ -37,11 +39,13 @@ COMMANDS = {
         "status": "looking:status",
         "events": "looking:events",
         "result": "looking:result",
+        "logs": "placing:logs",
         "trace": "tracing:trace",
     },
     "Act": {
         "kill": "acting:kill",
         "drain": "acting:drain",
+        "scale": "placing:scale",
         "chaos": "chaos:chaos",
         "shutdown": "acting:shutdown",
         "forget": "acting:forget",
@@ -54,15 +58,17 @@ COMMANDS = {
 """By group and name, the module and function of each command."""
 _HELP = {
     "run": "Run a job with nodes on this host and follow it to its end.",
-    "submit": "Submit a job to an etcd; nodes are started elsewhere.",
+    "submit": "Submit a job to an etcd; with --on also start its nodes, on Slurm or Kubernetes.",
     "launch": "Start nodes on this host for a submitted job.",
     "node": "Run one node of a job in this process.",
     "status": "Show how fast and how safe a job is, and what it waits for.",
     "events": "Show what happened to a job.",
     "result": "Print the result of a job that ended.",
+    "logs": "Print what the nodes of a job print.",
     "trace": "Write what the nodes of a job do to a file for ui.perfetto.dev.",
     "kill": "Send a signal (SIGKILL) to the node of a task.",
     "drain": "Ask a node to hand over its tasks and leave.",
+    "scale": "Change how many nodes a job has.",
     "chaos": "Cause random faults on this host, and show what follows.",
     "shutdown": "End a job without a result.",
     "forget": "Delete what your etcd keeps of jobs that have ended.",
@@ -201,10 +207,11 @@ def _grouped_help() -> str:
     return "\n".join(lines)
 
 
-def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser:
+def parser(words: Sequence[str] = (), *, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser:
     """Makes the parser of the whole command line.
 
     Args:
+        words: the command line: `--on LAUNCHER` adds that launcher's options.
         driver: the job function, for `tg.main`, where the driver is the program itself.
     """
     top = _Parser(
@@ -240,9 +247,10 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
             made.add_argument("job", metavar="JOB", nargs="?", help=f"the job's name; {_ONLY_JOB}")
         return made
 
-    _add_running(add, driver)
-    _add_looking(add)
-    _add_acting(add)
+    launcher = _launcher_of(words)
+    _add_running(add, driver, launcher)
+    _add_looking(add, launcher)
+    _add_acting(add, launcher)
     _add_setting_up(add)
     for name, made in commands.choices.items():  # last, so that `--help` begins with the command's own options
         if name != "certs":
@@ -250,11 +258,53 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
     return top
 
 
-def _add_running(add: Any, driver: JobFunction[...] | None) -> None:
+def _launcher_of(words: Sequence[str]) -> Launcher | None:
+    """Returns the launcher of `--on NAME`; None: none is named."""
+    for word, following in itertools.pairwise([*words, ""]):
+        name = following if word == "--on" else word.removeprefix("--on=") if word.startswith("--on=") else ""
+        if name:
+            from taskgraph.clusters.api import find_launcher
+
+            return find_launcher(name)
+    return None
+
+
+def _add_launcher(made: argparse.ArgumentParser, launcher: Launcher | None, *, submit: bool = False) -> None:
+    """Adds --on, and the options of the launcher that it names."""
+    text = "start its nodes on this: local, slurm, kubernetes; `--on NAME --help` shows more options"
+    otherwise = "where the job is: local, slurm, kubernetes; for jobs that this host did not submit"
+    made.add_argument("--on", metavar="NAME", help=text if submit else otherwise)
+    if launcher is None:
+        return
+    group = made.add_argument_group("options of this launcher")
+    launcher.add_place_options(group)
+    if submit:
+        launcher.add_options(group)
+
+
+def _add_submitting(made: argparse.ArgumentParser, launcher: Launcher | None) -> None:
+    _add_beginning(made)
+    _add_launcher(made, launcher, submit=True)
+    made.add_argument("--nodes", type=int, metavar="N", help="with --on: how many nodes (4)")
+    text = "with --on: further nodes, of another priority, that the scheduler may take away"
+    made.add_argument("--extra-nodes", type=int, default=0, metavar="N", help=text)
+    text = "the priority class (Kubernetes) or partition (Slurm) of the extra nodes"
+    made.add_argument("--extra-priority", metavar="NAME", help=text)
+    made.add_argument(
+        "--dry-run", action="store_true", help="with --on: print what would be applied, and apply nothing"
+    )
+    made.add_argument("--wait", action="store_true", help="follow the job to its end, and print its values")
+    made.add_argument("--result", metavar="FILE", help="with --wait: also write the values to this file, as JSON")
+    text = "an id: if this run was submitted before, it is not submitted again (for scripts that may be restarted)"
+    made.add_argument("--run", metavar="ID", help=text)
+    made.add_argument("--insecure-listen", action="store_true", help="with --on: nodes listen without TLS")
+
+
+def _add_running(add: Any, driver: JobFunction[...] | None, launcher: Launcher | None) -> None:
     run = add("run", of_driver=True)
     add_listen_options(run, "let nodes on other hosts join: listen on this address")
     _add_run_options(run, "node processes on this host (4); 0: all in this process, without etcd")
-    _add_beginning(add("submit", of_driver=True))
+    _add_submitting(add("submit", of_driver=True), launcher)
     launch = add("launch")
     without = _ONLY_JOB if driver is None else "without it: as run"
     text = f"the job's name, or a driver as for run; {without}"
@@ -268,7 +318,7 @@ def _add_running(add: Any, driver: JobFunction[...] | None) -> None:
     add_listen_options(node, "listen for nodes on other hosts, on this address")
 
 
-def _add_looking(add: Any) -> None:
+def _add_looking(add: Any, launcher: Launcher | None) -> None:
     status = add("status", job=True)
     status.add_argument("--tasks", action="store_true", help="also a row for each task")
     status.add_argument("--task", metavar="T[-T],...", help="a row for each of these tasks: 5, or 3-7,12")
@@ -279,6 +329,10 @@ def _add_looking(add: Any) -> None:
     events.add_argument("--follow", action="store_true", help="also events to come, until the job ends")
     result = add("result", job=True)
     result.add_argument("--json", action="store_true", help="one line of JSON, with the reports")
+    logs = add("logs", job=True)
+    logs.add_argument("--node", metavar="NAME", help="only of this node")
+    logs.add_argument("--follow", action="store_true", help="also lines to come, until the job ends")
+    _add_launcher(logs, launcher)
     trace = add("trace", job=True)
     text = "number of whole epochs, or of steps of an elastic job (20)"
     trace.add_argument("--epochs", "--steps", type=int, default=20, metavar="N", help=text)
@@ -287,7 +341,7 @@ def _add_looking(add: Any) -> None:
     trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="the file to write (trace.json)")
 
 
-def _add_acting(add: Any) -> None:
+def _add_acting(add: Any, launcher: Launcher | None) -> None:
     kill = add("kill", job=True)
     kill.add_argument("--task", type=int, metavar="T", help="the node of this task's primary")
     kill.add_argument("--backup", action="store_true", help="with --task: a node of one of its backups instead")
@@ -297,13 +351,16 @@ def _add_acting(add: Any) -> None:
     drain = add("drain", job=True)
     drain.add_argument("--node", metavar="NAME", required=True, help="the node, as `status` names it")
     drain.add_argument("--force", action="store_true", help="even if no other node can take over")
+    scale = add("scale", job=True)
+    scale.add_argument("nodes", type=int, metavar="N", help="how many nodes it is to have")
+    _add_launcher(scale, launcher)
     chaos = add("chaos", job=True)
     chaos.add_argument("--mtbf", type=float, default=15.0, metavar="S", help="mean time between two faults (15)")
     chaos.add_argument("--for-s", type=float, metavar="S", help="end after this time; default: with the job")
     chaos.add_argument("--kinds", default="kill,stop,term", metavar="K,...", help="kill, stop, term (default all)")
     chaos.add_argument("--seed", type=int, metavar="N", help="seed of the choice of faults")
     chaos.add_argument("--lossy", action="store_true", help="also hit the only replica of a task, or the only worker")
-    add("shutdown", job=True)
+    _add_launcher(add("shutdown", job=True), launcher)
     add("forget").add_argument("job", metavar="JOB", nargs="+", help="the jobs' names")
 
 
@@ -322,6 +379,8 @@ def _add_driver_options(made: argparse.ArgumentParser, when: str = "") -> None:
     made.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help=f"{when}an option of the job")
     made.add_argument("--set", action="append", metavar="NAME=VALUE", help=f"{when}a setting (docs/settings.md)")
     made.add_argument("--name", help=f"{when}another name for the job")
+    text = f"{when}the job does not begin with fewer nodes"
+    made.add_argument("--min-nodes", type=int, metavar="N", help=text)
 
 
 def _add_run_options(made: argparse.ArgumentParser, nodes: str, when: str = "") -> None:

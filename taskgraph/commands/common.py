@@ -233,6 +233,8 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
             return _with_given(found, options)
         if ended := _ended_here(runtime, name):
             raise UnknownJob(ended)
+        if (placed := _placed_entry(name)) is not None:
+            return _with_given(placed, options)
         known = ", ".join(e.name for e in runtime.jobs())
         others = f"Running here: {known}." if known else _none_text(runtime).partition(". ")[2]
         raise UnknownJob(" ".join(filter(None, (f"No job {name!r} runs here.", others, "Elsewhere: --etcd."))))
@@ -242,6 +244,24 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     if not jobs:
         raise UnknownJob(f"{_none_text(runtime)} Elsewhere: give its name and --etcd.")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
+
+
+def _placed_entry(name: str) -> JobEntry | None:
+    """Returns the entry of a job that was submitted here with `--on`; None: of no such job."""
+    from taskgraph.clusters.placed import find_placed
+
+    placed = find_placed(name)
+    if placed is None or not placed.etcd:
+        return None
+    return JobEntry(
+        name=name,
+        etcd=placed.etcd,
+        token=placed.token,
+        pid=os.getpid(),
+        embedded=False,
+        tls=placed.tls,
+        node_tls=placed.node_tls,
+    )
 
 
 def _ended_here(runtime: Runtime, name: str) -> str:

@@ -55,7 +55,7 @@ from taskgraph.system.environment import node_env
 from taskgraph.system.streams import never_wait
 from taskgraph.transport.hello import token_mark
 
-__all__ = ["launch", "node"]
+__all__ = ["launch", "node", "print_end"]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -164,7 +164,7 @@ async def _launch(options: argparse.Namespace) -> int:
             await follower.stop()
             _leave(runtime, entry)
         restore_signals()
-        return await _print_end(reached, follower, status, result, left=leave.is_set())
+        return await print_end(reached, follower, status, result, left=leave.is_set())
 
 
 def _without_launcher(reached: FoundJob) -> UnknownJob:
@@ -175,7 +175,7 @@ def _without_launcher(reached: FoundJob) -> UnknownJob:
     return UnknownJob(f"job {name!r} has ended with its launcher, which ran its etcd{how}")
 
 
-async def _print_end(
+async def print_end(
     reached: FoundJob, follower: Collector, status: StatusRecord, result: JobResult | None, *, left: bool
 ) -> int:
     """Prints how the job ended; returns the exit code.

@@ -1,4 +1,4 @@
-"""run, submit: commands that begin a job."""
+"""run: the command that starts nodes here and follows the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import uvloop
 from taskgraph.commands.common import (
     NewToken,
     access_of,
-    access_words,
     etcd_of,
     listening_of,
     node_tls_of,
@@ -23,18 +22,14 @@ from taskgraph.commands.common import (
     take_orders,
     token_for,
 )
-from taskgraph.coordination.api import AccessRefused
-from taskgraph.coordination.opening import opened
 from taskgraph.driver.loading import load_driver, make_job
-from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import CheckpointError, DecodeError, JobError, JobFailed
+from taskgraph.errors import CheckpointError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.access import Access
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.kept import status_of
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import has_user_lines, passing_on
-from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.run import arun
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.shown import JobProgress
@@ -49,9 +44,8 @@ from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.system.streams import never_wait, open_missing, settle
-from taskgraph.transport.hello import token_mark
 
-__all__ = ["job_of", "print_result", "run", "submit_command"]
+__all__ = ["job_of", "print_result", "run"]
 
 
 def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Job:
@@ -62,6 +56,8 @@ def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Jo
     if options.set:
         given = parse("taskgraph", fields_of(Settings), options.set, flag="--set", kind="setting")
         job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, **given))
+    if options.min_nodes is not None:
+        job = dataclasses.replace(job, min_nodes=options.min_nodes)
     return dataclasses.replace(job, name=options.name) if options.name else job
 
 
@@ -227,35 +223,3 @@ def print_result(result: JobResult, *, as_json: bool, kept: bool, failures: int 
     if result.restarts:
         words.append(counted(result.restarts, "restart"))
     print(f"job {result.name}: {', '.join(words)}", file=sys.stderr)
-
-
-def submit_command(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
-    """Puts a job into an etcd; nodes are started with `launch` or `node`."""
-    job, etcd = job_of(options, function), etcd_of(options)
-    if etcd is None:
-        raise JobError("submit needs your etcd: give --etcd, or use `taskgraph run`, which brings its own")
-    spec = JobSpec.of(job)
-    token = token_for(options, Path(f"{spec.name}.token"))
-    assert token is not None
-    spec = dataclasses.replace(spec, token_mark=token_mark(bytes.fromhex(token.token)))
-    submitting = False
-
-    async def put() -> None:
-        nonlocal submitting
-        async with opened(etcd, access_of(options)) as coordinator:
-            planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
-            submitting = True
-            await begin(coordinator, planned, beginning)
-
-    try:
-        uvloop.run(put())
-    except BaseException as error:  # also Ctrl-C
-        if not submitting or isinstance(error, JobError | DecodeError | AccessRefused):  # else etcd may have the job
-            token.forget()
-        raise
-    if token.written:
-        print(f"wrote the job's token to {token.path}, which only you can read")
-    print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes on any host that has the driver")
-    print("(on several hosts each with --listen HOST, a name or address that the others can reach):")
-    print(f"  taskgraph launch {spec.name} --nodes N --etcd {etcd}{access_words(options)} --token-file {token.path}")
-    return 0

@@ -8,6 +8,7 @@
 {runtime}/s/*/                    sockets of one launcher's nodes: their paths must be short
 {runtime}/finished/{name}.json    result and events of the last jobs
 {runtime}/finished/{name}.logs/   what their nodes and etcds printed
+{runtime}/placed/{name}.json      jobs that were submitted with `--on`; see `clusters.placed`
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ class Runtime:
     def folder(self, name: str) -> Path:
         """Makes and returns the job's folder."""
         return self._made(self._checked_folder(name))
+
+    def placed(self) -> Path:
+        """Makes and returns the folder for what `submit --on` remembers."""
+        return self._made(self.root / "placed")
 
     def _checked_folder(self, name: str) -> Path:
         """Returns the job's folder, which may not exist. Raises JobError if the name cannot name a folder."""

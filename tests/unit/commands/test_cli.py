@@ -20,7 +20,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph import cli
-from taskgraph.commands import common, running
+from taskgraph.commands import common, submitting
 from taskgraph.commands.acting import signal_number
 from taskgraph.commands.arguments import add_etcd_options
 from taskgraph.commands.common import access_of, etcd_of, find_entry, token_for, token_of
@@ -111,15 +111,17 @@ def test_spellings_of_signals() -> None:
 
 
 def test_options_and_name_of_job() -> None:
-    job = job_of(argparse.Namespace(option=["tasks=5", "rate=0.5"], name="other", set=["gather-s=0.5"]), fit)
-    assert (job.tasks, job.name, job.settings.gather_s) == (5, "other", 0.5)
+    job = job_of(
+        argparse.Namespace(option=["tasks=5", "rate=0.5"], name="other", set=["gather-s=0.5"], min_nodes=3), fit
+    )
+    assert (job.tasks, job.name, job.settings.gather_s, job.min_nodes) == (5, "other", 0.5, 3)
     assert job.origin()[1] == {"tasks": 5, "rate": 0.5}, "nodes make the same job"
-    assert job_of(argparse.Namespace(option=None, name=None, set=None), fit).name == "fit"
+    assert job_of(argparse.Namespace(option=None, name=None, set=None, min_nodes=None), fit).name == "fit"
     for name in ("../x", "..", "a b"):
         with pytest.raises(JobError, match="a name has"):
-            job_of(argparse.Namespace(option=None, name=name, set=None), fit)
+            job_of(argparse.Namespace(option=None, name=name, set=None, min_nodes=None), fit)
     with pytest.raises(JobError, match="did you mean 'tasks'"):
-        job_of(argparse.Namespace(option=["task=5"], name=None, set=None), fit)
+        job_of(argparse.Namespace(option=["task=5"], name=None, set=None, min_nodes=None), fit)
 
 
 # -- where etcd and the token are -------------------------------------------------------------------------------
@@ -286,10 +288,10 @@ def test_failed_submit_leaves_no_token(
 
     fails = fail_at_once if meets == "opened" else fail
     for name, does in {"opened": opened, "plan": plan, "begin": plan, meets: fails}.items():
-        monkeypatch.setattr(running, name, does)
+        monkeypatch.setattr(submitting, name, does)
     given = cli.parser(driver=fit).parse_args(["submit", "--etcd", "127.0.0.1:1"])
     with pytest.raises(type(error)):
-        running.submit_command(given, fit)
+        submitting.submit(given, fit)
     # Once it is sent it is not known what became of it, unless it was refused: then nodes need the token.
     sent = meets == "begin" and isinstance(error, Unavailable | KeyboardInterrupt)
     assert (apart / "fit.token").exists() == sent

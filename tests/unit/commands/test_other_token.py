@@ -13,7 +13,7 @@ import pytest
 from commands_kit import ETCD, in_memory, options
 
 from taskgraph.cli import parser
-from taskgraph.commands import joining, running
+from taskgraph.commands import joining, submitting
 from taskgraph.commands.looking import _result
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
@@ -110,9 +110,9 @@ def test_submit_marks_token(old: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "fit.py").write_text(DRIVER)
     etcd = Connected(MemoryStore())
 
-    monkeypatch.setattr(running, "opened", lambda *access: etcd)
+    monkeypatch.setattr(submitting, "opened", lambda *access: etcd)
     words = ["submit", str(tmp_path / "fit.py"), "--etcd", ETCD, "--token-file", str(old)]
-    assert running.submit_command(parser().parse_args(words)) == 0
+    assert submitting.submit(parser().parse_args(words)) == 0
     spec = asyncio.run(etcd.get(KEYS.spec))
     assert spec is not None and JobSpec.from_bytes(spec.value).token_mark == token_mark(bytes.fromhex(OLD))
     assert OLD.encode() not in spec.value

@@ -1,0 +1,134 @@
+"""The protocol of launchers, and how to find one by its name.
+
+A launcher turns a `Request` into what a cluster's scheduler understands: `--dry-run` prints that, and without it the
+launcher applies it. Other packages add launchers with an entry point:
+
+    [project.entry-points."taskgraph.launchers"]
+    flux = "taskgraph_flux:FluxLauncher"
+
+    taskgraph submit fit.py --on flux --nodes 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Protocol, runtime_checkable
+
+from taskgraph.errors import JobError
+
+__all__ = ["GROUP", "Launcher", "Request", "find_launcher", "launcher_names"]
+
+GROUP = "taskgraph.launchers"
+"""The group of entry points."""
+_OWN = {
+    "kubernetes": "taskgraph.clusters.kubernetes:KubernetesLauncher",
+    "local": "taskgraph.clusters.local:LocalLauncher",
+    "slurm": "taskgraph.clusters.slurm:SlurmLauncher",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `taskgraph submit DRIVER --on LAUNCHER` asks for.
+
+    Attributes:
+        job: the job's name.
+        driver: the driver as the user typed it.
+        words: the options of `submit` that describe the job (-o, --set, --name, --resume, --fresh), as typed.
+        nodes: how many nodes the job is to have.
+        min_nodes: the job does not begin with fewer.
+        extra_nodes: further nodes, with `extra_priority`.
+        extra_priority: the name of a priority class or partition, whose nodes the scheduler may take away; "": none.
+        etcd: endpoints as nodes reach them; "": the launcher brings an etcd.
+        etcd_access: certificates and user for etcd, as `EtcdCoordinator.connect` takes them.
+        token: the job's token, hex.
+        token_file: the file with the token; "": the user named none.
+        node_tls: ca, cert and key files for connections between nodes; {}: the user named none.
+        insecure: nodes may listen without TLS.
+        drain_s: how long a node that leaves may take, in seconds.
+        options: what `Launcher.add_place_options` and `Launcher.add_options` added to the command line.
+    """
+
+    job: str
+    driver: str
+    words: tuple[str, ...] = ()
+    nodes: int
+    min_nodes: int
+    extra_nodes: int = 0
+    extra_priority: str = ""
+    etcd: str = ""
+    etcd_access: dict[str, str] = field(default_factory=dict, repr=False)
+    token: str = field(repr=False)
+    token_file: str = ""
+    node_tls: dict[str, str] = field(default_factory=dict)
+    insecure: bool = False
+    drain_s: float
+    options: argparse.Namespace
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """Starts the nodes of jobs somewhere. Each method but the first three may raise JobError with what to do.
+
+    `where` is what `start` returned: how to find the job's nodes again, also from another process. It is kept on the
+    host of the command. If it was lost, it is what `place` makes of the command line.
+
+    Attributes:
+        submits: the launcher submits the job itself, from within the cluster; else the command does it before `start`.
+    """
+
+    submits: bool
+
+    def add_place_options(self, group: argparse._ArgumentGroup) -> None:
+        """Adds the options that say where nodes are: a namespace, say. All commands with `--on` have them."""
+
+    def add_options(self, group: argparse._ArgumentGroup) -> None:
+        """Adds the other options of `submit`."""
+
+    def place(self, options: argparse.Namespace) -> dict[str, str]:
+        """Returns `where` of the options that `add_place_options` added."""
+
+    def text(self, request: Request) -> str:
+        """Returns what `start` would apply, for `--dry-run`, without any secret. It changes nothing."""
+
+    async def start(self, request: Request) -> dict[str, str]:
+        """Starts the nodes; returns `where` they are."""
+
+    async def scale(self, job: str, where: Mapping[str, str], nodes: int) -> str:
+        """Changes how many nodes the job has; returns what was done, as a sentence."""
+
+    def logs(self, job: str, where: Mapping[str, str], node: str | None, *, follow: bool) -> AsyncIterator[str]:
+        """Yields the lines that nodes print, or one of them, and with `follow` also those to come."""
+
+    async def stop(self, job: str, where: Mapping[str, str]) -> None:
+        """Removes what `start` made, after the job was ended. Nothing is left; it is no error if nothing was there."""
+
+    async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
+        """Returns lines for `status`: which nodes do not run yet, and what the scheduler says about them."""
+
+
+def launcher_names() -> list[str]:
+    """Returns the names of all installed launchers."""
+    return sorted({*_OWN, *(point.name for point in entry_points(group=GROUP))})
+
+
+def find_launcher(name: str) -> Launcher:
+    """Makes the launcher of that name.
+
+    Raises:
+        JobError: there is none, or it cannot be loaded.
+    """
+    found = [point for point in entry_points(group=GROUP) if point.name == name] if name not in _OWN else []
+    if name not in _OWN and not found:
+        raise JobError(f"--on {name}: there is no such launcher; installed: {', '.join(launcher_names())}")
+    reference = _OWN.get(name) or found[0].value
+    module, _, attribute = reference.partition(":")
+    try:
+        made: Launcher = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise JobError(f"--on {name}: launcher {reference} cannot be loaded: {error}") from error
+    return made

@@ -1,0 +1,74 @@
+"""What this host remembers of jobs that it submitted with `--on`: the launcher, and how to reach the job.
+
+{runtime}/placed/{name}.json    only the owner can read it: it has the token
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from taskgraph.errors import TaskGraphError
+from taskgraph.launch.runtime import Runtime
+from taskgraph.protocol.keys import is_name
+from taskgraph.system.files import remove_file, whole_file
+
+__all__ = ["Placed", "find_placed", "forget_placed", "keep_placed", "placed_names"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A job that was submitted with `--on`.
+
+    Attributes:
+        on: the launcher's name.
+        where: what its `start` returned.
+        etcd, tls, node_tls: as in `JobEntry`; etcd is "" if the launcher brought one.
+        token: the job's token, hex.
+    """
+
+    job: str
+    on: str
+    where: dict[str, str]
+    etcd: str
+    tls: dict[str, str] = field(default_factory=dict, repr=False)
+    token: str = field(repr=False)
+    node_tls: dict[str, str] = field(default_factory=dict)
+
+
+def _folder() -> Path:
+    return Runtime().root / "placed"
+
+
+def keep_placed(placed: Placed) -> None:
+    """Remembers a job; an earlier one of that name is forgotten."""
+    path = Runtime().placed() / f"{placed.job}.json"
+    with whole_file(path) as file:
+        file.write(json.dumps(asdict(placed)).encode())
+
+
+def find_placed(job: str | None) -> Placed | None:
+    """Returns what is known of a job; None: it was not submitted with `--on` here.
+
+    Raises:
+        TaskGraphError: its file cannot be read.
+    """
+    if job is None or not is_name(job):
+        return None
+    path = _folder() / f"{job}.json"
+    try:
+        return Placed(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise TaskGraphError(f"{path} cannot be read ({error}): remove it") from error
+
+
+def placed_names() -> list[str]:
+    """Returns the jobs that were submitted with `--on` here."""
+    return sorted(path.stem for path in _folder().glob("*.json"))
+
+
+def forget_placed(job: str) -> None:
+    remove_file(_folder() / f"{job}.json")

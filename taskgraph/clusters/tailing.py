@@ -1,0 +1,44 @@
+"""Reads the lines of files that may still grow, and of files to come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+__all__ = ["follow_files"]
+
+_LOOK_S = 0.2
+_CHUNK = 1 << 20
+
+
+async def follow_files(files: Callable[[], Sequence[Path]], *, ended: Callable[[], bool]) -> AsyncIterator[str]:
+    """Yields the lines of files, without their ends; with several files each line begins with its file's name.
+
+    Args:
+        files: returns the files that are there now; it is asked again, since nodes come and go.
+        ended: returns True once nothing more will be written.
+    """
+    read: dict[Path, tuple[int, bytes]] = {}
+    while True:
+        last, there = ended(), files()
+        for path in there:
+            named = f"{path.stem}  " if len(there) > 1 else ""
+            at, partial = read.get(path, (0, b""))
+            try:
+                with path.open("rb") as file:
+                    file.seek(at)
+                    while chunk := file.read(_CHUNK):
+                        at += len(chunk)
+                        *lines, partial = (partial + chunk).split(b"\n")
+                        for line in lines:
+                            yield f"{named}{line.decode(errors='replace')}"
+            except FileNotFoundError:  # the oldest logs are removed, and those of a job that ends are moved
+                continue
+            if last and partial:
+                yield f"{named}{partial.decode(errors='replace')}"
+                partial = b""
+            read[path] = (at, partial)
+        if last:
+            return
+        await asyncio.sleep(_LOOK_S)

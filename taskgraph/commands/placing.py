@@ -1,0 +1,168 @@
+"""submit --on, scale, logs: commands for jobs whose nodes a launcher starts (docs/clusters.md)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+
+import uvloop
+
+from taskgraph.clusters.api import Launcher, Request, find_launcher
+from taskgraph.clusters.placed import Placed, find_placed, forget_placed, keep_placed, placed_names
+from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_for
+from taskgraph.driver.spec import JobSpec
+from taskgraph.errors import JobError, UnknownJob
+from taskgraph.jobs import Job
+from taskgraph.launch.access import insecure_listen
+
+__all__ = ["logs", "place_job", "place_of", "scale"]
+
+
+def place_job(options: argparse.Namespace, job: Job) -> int:
+    """Starts a job and its nodes with a launcher, or prints what that would do (--dry-run)."""
+    launcher = find_launcher(options.on)
+    request = _request(options, job, token="")
+    if options.dry_run:
+        print(launcher.text(request), end="")
+        return 0
+    launcher.text(request)  # what is wrong is said before anything is written
+    token = token_for(options)
+    request = dataclasses.replace(
+        request, token=token.token if token is not None else "", token_file=str(token.path) if token is not None else ""
+    )
+    try:
+        where = uvloop.run(launcher.start(request))
+    except JobError:
+        if token is not None:
+            token.forget()
+        raise
+    keep_placed(
+        Placed(
+            job=request.job,
+            on=options.on,
+            where=where,
+            etcd=request.etcd,
+            tls=request.etcd_access,
+            token=request.token,
+            node_tls=request.node_tls,
+        )
+    )
+    name = request.job
+    print(f"submitted job {name} on {options.on}: `taskgraph status {name}`, `taskgraph logs {name}`")
+    return 0
+
+
+def _request(options: argparse.Namespace, job: Job, token: str) -> Request:
+    if options.nodes is not None and options.nodes < 1:
+        raise JobError(f"--nodes {options.nodes}: at least 1")
+    if options.extra_nodes < 0:
+        raise JobError(f"--extra-nodes {options.extra_nodes}: 0 or more")
+    if options.extra_priority and not options.extra_nodes:
+        raise JobError("--extra-priority goes with --extra-nodes")
+    nodes = 4 if options.nodes is None else options.nodes
+    if job.min_nodes > nodes + options.extra_nodes:
+        raise JobError(
+            f"the job begins with {job.min_nodes} nodes (min_nodes), and is to have {nodes + options.extra_nodes}"
+        )
+    JobSpec.of(job)  # raises if other processes could not make the job
+    return Request(
+        job=job.name,
+        driver=options.driver,
+        words=tuple(_words(options)),
+        nodes=nodes,
+        min_nodes=job.min_nodes,
+        extra_nodes=options.extra_nodes,
+        extra_priority=options.extra_priority or "",
+        etcd=etcd_of(options) or "",
+        etcd_access=access_of(options),
+        token=token,
+        node_tls=node_tls_of(options),
+        insecure=insecure_listen(options.insecure_listen),
+        drain_s=job.settings.drain_s,
+        options=options,
+    )
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """Returns the options that describe the job, as the user typed them."""
+    words = [word for text in options.option or () for word in ("-o", text)]
+    words += [word for text in options.set or () for word in ("--set", text)]
+    words += ["--name", options.name] if options.name else []
+    words += ["--min-nodes", str(options.min_nodes)] if options.min_nodes is not None else []
+    words += {False: [], None: [], True: ["--resume"], "changed": ["--resume-changed"]}[options.resume]
+    return [*words, *(["--fresh"] if options.fresh else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A job's launcher, and where it started the job's nodes."""
+
+    job: str
+    on: str
+    launcher: Launcher
+    where: dict[str, str]
+
+
+def place_of(options: argparse.Namespace) -> Place:
+    """Finds the launcher of a job: by --on, or as this host remembers it.
+
+    Raises:
+        UnknownJob: the job was not submitted with `--on` on this host, and no --on is given.
+    """
+    job = options.job
+    if job is None:
+        known = placed_names()
+        if len(known) != 1:
+            raise JobError(f"name the job: {', '.join(known) or 'none was submitted with --on on this host'}")
+        job = known[0]
+    placed = find_placed(job)
+    if options.on is not None:
+        launcher = find_launcher(options.on)
+        remembered = placed.where if placed is not None and placed.on == options.on else {}
+        return Place(job, options.on, launcher, {**remembered, **launcher.place(options)})
+    if placed is None:
+        known_text = ", ".join(placed_names())
+        others = f" (there are: {known_text})" if known_text else ""
+        raise UnknownJob(
+            f"job {job!r} was not submitted with `--on` on this host{others}: say where it is with --on local, slurm "
+            f"or kubernetes"
+        )
+    return Place(job, placed.on, find_launcher(placed.on), placed.where)
+
+
+def is_placed(options: argparse.Namespace) -> bool:
+    """Returns True if a launcher started the job's nodes, as far as the command line or this host says."""
+    return options.on is not None or find_placed(options.job) is not None
+
+
+async def stop(options: argparse.Namespace) -> str:
+    """Removes what the job's launcher made, after the job was ended; returns a sentence."""
+    place = place_of(options)
+    await place.launcher.stop(place.job, place.where)
+    forget_placed(place.job)
+    return f"its nodes on {place.on} are gone, and what was made for them"
+
+
+async def waiting(job: str) -> list[str]:
+    """Returns what the scheduler says of the job's nodes that do not run yet, in lines for `status`."""
+    placed = find_placed(job)
+    return [] if placed is None else await find_launcher(placed.on).waiting(job, placed.where)
+
+
+async def scale(options: argparse.Namespace) -> int:
+    """Changes how many nodes a job has."""
+    if options.nodes < 0:
+        raise JobError(f"{options.nodes} nodes: 0 or more")
+    place = place_of(options)
+    done = await place.launcher.scale(place.job, place.where, options.nodes)
+    print(f"job {place.job} on {place.on}, {options.nodes} nodes: {done}")
+    return 0
+
+
+async def logs(options: argparse.Namespace) -> int:
+    """Prints what the nodes of a job print."""
+    place = place_of(options)
+    async for line in place.launcher.logs(place.job, place.where, options.node, follow=options.follow):
+        print(line, flush=True)
+    return 0
