@@ -315,6 +315,10 @@ def _add_running(add: Any, driver: JobFunction[...] | None, launcher: Launcher |
     node = add("node")
     node.add_argument("--job", required=True, help="the job's name; the job may be submitted later")
     node.add_argument("--name", help="the node's name")
+    text = "the exit code if it was drained, or got SIGTERM, and the job goes on (0)"
+    node.add_argument("--drained-code", type=int, default=0, metavar="N", help=text)
+    text = "a file that is there while the node's replicas, and those of its tasks, are in sync"
+    node.add_argument("--ready-file", metavar="FILE", help=text)
     add_listen_options(node, "listen for nodes on other hosts, on this address")
 
 
@@ -430,6 +434,8 @@ def add_etcd_options(made: argparse.ArgumentParser) -> None:
     nodes.add_argument("--tls-ca", action=_Connection, metavar="FILE", help=text)
     nodes.add_argument("--tls-cert", action=_Connection, metavar="FILE", help="our certificate")
     nodes.add_argument("--tls-key", action=_Connection, metavar="FILE", help="its key")
+    text = "the name that all nodes' certificates have, in place of their hosts' names"
+    nodes.add_argument("--tls-name", action=_Connection, metavar="NAME", help=text)
 
 
 def add_listen_options(made: argparse.ArgumentParser, help_text: str) -> None:

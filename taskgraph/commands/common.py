@@ -65,7 +65,7 @@ _TOKEN_BYTES = 16
 _GONE_POLL_S = 0.3
 _ENDED_NAMED = 5
 """Ended jobs that a message names."""
-_NODE_ACCESS = ("tls", "tls_ca", "tls_cert", "tls_key")
+_NODE_ACCESS = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_name")
 _ACCESS = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -59,6 +60,8 @@ __all__ = ["launch", "node", "print_end"]
 
 log = logging.getLogger("taskgraph.node")
 
+_DRAINED_CODES = (0, *range(6, 126))
+"""Lower codes are errors, and shells use higher ones."""
 _LAST_LOOK_S = 2.0
 _TOKEN_AGAIN_S = 2.0
 """The pause before a node with a wrong token reads its token file again."""
@@ -275,6 +278,8 @@ def node(options: argparse.Namespace) -> int:
     """Runs one node in this process."""
     if not is_name(options.job):  # the node would wait for ever
         raise JobError(f"--job {options.job!r}: no job can have that name: {NAME_RULE}")
+    if options.drained_code not in _DRAINED_CODES:
+        raise JobError(f"--drained-code {options.drained_code}: 0, or 6 to 125: other codes have a meaning already")
     etcd = etcd_of(options)
     local = Runtime().find(options.job)
     if etcd is None and local is not None:
@@ -288,8 +293,11 @@ def node(options: argparse.Namespace) -> int:
     node_tls = node_tls_of(options) or (known.node_tls if known is not None else {})
     tls = access_of(options) or (known.tls if known is not None else {})
     from taskgraph.node import process  # only this command loads a node
+    from taskgraph.node.ready_file import begin_not_ready
 
-    process.end_on_sigterm()
+    if options.ready_file:
+        begin_not_ready(Path(options.ready_file))
+    process.end_on_sigterm(drained_code=options.drained_code)
     process.log_to_stderr()
     spec, token = uvloop.run(_submitted(etcd, tls, options, token, known))
     _take_env(spec)
@@ -303,6 +311,8 @@ def node(options: argparse.Namespace) -> int:
             sockets=str(Runtime().sockets(options.job).path),
             listening=listening,
             node_tls=node_tls,
+            drained_code=options.drained_code,
+            ready_file=options.ready_file or "",
         ),
         gone=partial(ended_with_launcher, known) if known is not None and known.embedded else None,
     )

@@ -44,6 +44,7 @@ from taskgraph.protocol.messages import (
     StateCopy,
     StateDigests,
 )
+from taskgraph.protocol.readiness import is_worker_in_sync
 
 __all__ = ["ElasticNode"]
 
@@ -242,6 +243,9 @@ class ElasticNode(WorkerNode):
     def epoch(self) -> int:
         """The step that user code is at, for a trace; -1: none yet."""
         return self.trace.step
+
+    def in_sync(self) -> bool:
+        return is_worker_in_sync(self.keeper.view, self.id)
 
     # -- what comes out ---------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ __all__ = ["Access", "advice", "configured", "etcd_access", "insecure_listen", "
 
 _FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
 _NODE_FILES = {"ca": ("tls_ca", CA), "cert": ("tls_cert", CERT), "key": ("tls_key", KEY)}
+_NAME = "tls_name"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _TOML = "taskgraph.toml"
 _TEXTS = (
@@ -36,6 +37,7 @@ _TEXTS = (
     "ports",
     "advertise",
     *(name for name, _ in _NODE_FILES.values()),
+    _NAME,
 )
 _FLAGS = ("insecure_listen",)
 """The words of `taskgraph.toml`; `etcd` may also be a list of texts."""
@@ -154,17 +156,18 @@ def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
 
 
 def node_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """Returns the files of TLS between nodes, as `Tls.of` takes them; {}: without TLS.
+    """Returns the files of TLS between nodes, and the fixed name, as `Tls.of` takes them; {}: without TLS.
 
     Args:
         given: options by their names: tls (a directory with ca.pem, cert.pem, key.pem), and tls_ca, tls_cert, tls_key,
-            which go before it. Where none is given, they are looked for in the environment and in `taskgraph.toml`.
+            which go before it; tls_name. Where no file is given, they are looked for in the environment and in
+            `taskgraph.toml`; likewise the name.
 
     Raises:
-        JobError: some of the three files are named and others are not, or one is not there.
+        JobError: some of the three files are named and others are not, or one is not there; a name without files.
     """
     names = ("tls", *(name for name, _ in _NODE_FILES.values()))
-    options = {name: path for name, path in (given or {}).items() if path}
+    options = {name: path for name, path in (given or {}).items() if path and name != _NAME}
     if not options:  # files of two places are not mixed: a certificate goes with its key
         options = {name: path for name in names if (path := configured(name))}
     folder = options.get("tls")
@@ -179,6 +182,10 @@ def node_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
             found[ours] = str(Path(path).absolute())
     if found and missing:
         raise JobError(f"TLS needs an authority, a certificate and its key: give {' and '.join(missing)}, or --tls DIR")
+    if fixed := (given or {}).get(_NAME) or configured(_NAME):
+        if not found:
+            raise JobError(f"--tls-name {fixed} goes with the files of TLS between nodes: give --tls DIR")
+        found["name"] = fixed
     return found
 
 

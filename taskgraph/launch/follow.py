@@ -226,6 +226,18 @@ class Follower:
         except CoordinationError as error:
             log.warning("the report of a failover is not kept: %s", error)
 
+    async def keep_event(self, event: Event) -> None:
+        """Reports an event of this process, and writes it to the job's events, so that `taskgraph events` shows it.
+
+        An etcd that does not answer, or refuses, is logged.
+        """
+        self._report(event)
+        key = self.view.keys.event(f"{event.at:017.6f}-{event.kind}-{uuid.uuid4().hex}")
+        try:
+            await self._coordinator.txn(put_events(self.view.keys, self._run_at, [(key, event)]))
+        except CoordinationError as error:
+            log.warning("an event is not kept: %s (%s)", event.text, error)
+
     def _say(self, kind: str, text: str) -> None:
         """Reports something that only this process knows: as an event, or in the log if nothing takes events."""
         if self._on_event is None:

@@ -45,7 +45,7 @@ _inherited = False
 
 
 def aio_channel(
-    target: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, int]]
+    target: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, int | str]]
 ) -> grpc.aio.Channel:
     """Makes a channel for the running event loop, over TLS if there are credentials; `close` ends it.
 

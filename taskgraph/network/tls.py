@@ -36,6 +36,8 @@ _OF_ANOTHER_TIME = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 _OF_ANOTHER_AUTHORITY = (7, 18, 19, 20, 21)
 """OpenSSL's X509_V_ERR_CERT_SIGNATURE_FAILURE, and its errors for a chain that ends at no authority in ca.pem."""
+_OF_ANOTHER_NAME = (62, 64)
+"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 _AGAIN_S = 60.0
 """When to read a file again that could not be read, even if it did not change: the process may have lacked a file
 descriptor."""
@@ -49,10 +51,12 @@ class Tls:
         ca: PEM file of the authority whose certificates are accepted.
         cert: PEM file of our certificate, with intermediates if there are any; used as a server's and as a client's.
         key: PEM file of its private key, not encrypted.
+        name: the name that the certificates of all nodes must have; "": each must have the name of its host.
     """
 
-    def __init__(self, ca: str | Path, cert: str | Path, key: str | Path) -> None:
+    def __init__(self, ca: str | Path, cert: str | Path, key: str | Path, name: str = "") -> None:
         self.ca, self.cert, self.key = Path(ca), Path(cert), Path(key)
+        self.name = name
         self._contexts: dict[bool, ssl.SSLContext] = {}
         self._read = (b"", b"", b"")  # the files' contents, in this order, when the contexts were made
         self._stamp: _Stamp = ()
@@ -60,8 +64,8 @@ class Tls:
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Tls | None:
-        """Makes one from `{"ca": ..., "cert": ..., "key": ...}`; None from an empty mapping."""
-        return Tls(given["ca"], given["cert"], given["key"]) if given else None
+        """Makes one from `{"ca": ..., "cert": ..., "key": ...}`, perhaps with a "name"; None from an empty mapping."""
+        return Tls(given["ca"], given["cert"], given["key"], given.get("name", "")) if given else None
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """Returns the context of one side; reads renewed files.
@@ -104,8 +108,8 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # The hello proves the node, and is bound to the connection (`channel_binding`); a host's name would prove less:
-        # several nodes share a host.
-        context.check_hostname = False
+        # several nodes share a host. A fixed name keeps out what the same authority signed for others.
+        context.check_hostname = bool(self.name) and not server
         context.verify_mode = ssl.CERT_REQUIRED
         if server:
             context.num_tickets = 0  # nodes resume no sessions: they keep connections open
@@ -118,16 +122,17 @@ class Tls:
     def check(self, host: str) -> None:
         """Shakes hands with itself, to check that others can reach us as `host`.
 
-        So a node with a wrong certificate says so when it starts, not each node that dials it.
+        So a node with a wrong certificate says so when it starts, not each node that dials it. A fixed `name` counts in
+        place of the host.
 
         Raises:
             TransportError: the certificate was not signed by our authority, is expired, is not for servers or not for
-                clients, has a key that gRPC does not take, or does not name the host.
+                clients, has a key that gRPC does not take, or does not have the name.
         """
         client_context = self._make(server=False)
         client_context.check_hostname = True
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = client_context.wrap_bio(to_client, to_server, server_hostname=host)
+        client = client_context.wrap_bio(to_client, to_server, server_hostname=self.name or host)
         server = self._make(server=True).wrap_bio(to_server, to_client, server_side=True)
         try:
             for side in (client, server, client, server):
@@ -136,8 +141,14 @@ class Tls:
                 except ssl.SSLWantReadError:  # the other side's turn
                     continue
         except ssl.SSLError as error:
-            name = f"; others reach this node as {host!r}" if "mismatch" in str(error) else ""
-            raise _unusable(self._refused_file(error), _why(error) + name) from error
+            raise _unusable(self._refused_file(error), _why(error) + self._name_advice(error, host)) from error
+
+    def _name_advice(self, error: ssl.SSLError, host: str) -> str:
+        if "mismatch" not in str(error):
+            return ""
+        if not self.name:
+            return f"; others reach this node as {host!r}"
+        return f"; --tls-name {self.name} requires it: `taskgraph certs DIR --host {self.name}` makes such certificates"
 
     def _refused_file(self, error: ssl.SSLError) -> Path:
         """Names the file of the refused certificate: OpenSSL has one error for an expired authority and for ours."""
@@ -154,7 +165,9 @@ class Tls:
         handshake that begins in the same microseconds may use freed memory, and servers that got the same files at each
         handshake crashed soon.
         """
-        files = Tls(self.ca, self.cert, self.key)  # its own state: gRPC asks in threads of its own, one by one
+        files = Tls(
+            self.ca, self.cert, self.key, self.name
+        )  # its own state: gRPC asks in threads of its own, one by one
         used = files.context(server=True)
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -173,10 +186,14 @@ class Tls:
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns credentials for a gRPC client, which also checks that the server's certificate names its host."""
+        """Returns credentials for a gRPC client, which also checks the name in the server's certificate."""
         self.context(server=False)  # raises for unusable files; gRPC would not
         ca, cert, key = self._read
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def channel_options(self) -> list[tuple[str, str]]:
+        """Returns options of gRPC for a client: the name to check, if it is not the host's."""
+        return [("grpc.ssl_target_name_override", self.name)] if self.name else []
 
     def validity(self) -> dict[Path, Validity]:
         """Returns when the certificates in use are valid, by file: ours, and its authority's."""
@@ -240,6 +257,8 @@ def advice(error: Exception) -> str:
         return ": look at this host's clock, and at the other's certificate"
     if error.verify_code in _OF_ANOTHER_AUTHORITY:
         return ": give all hosts certificates of one authority, and the same ca.pem"
+    if error.verify_code in _OF_ANOTHER_NAME:
+        return ": give all hosts certificates for that name, and the same --tls-name"
     return ""
 
 

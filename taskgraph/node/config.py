@@ -22,13 +22,16 @@ class NodeConfig:
         token: the job's token, hex.
         sockets: a private directory for unix sockets, or "" for none.
         listening: the address for other hosts.
-        node_tls: ca, cert and key for TCP between nodes, and for their control service; {}: none.
+        node_tls: ca, cert and key for TCP between nodes, and for their control service, and perhaps a fixed name; {}:
+            none.
         parent_fd: a pipe that ends with the launcher, or -1.
         parent_pid: the launcher, which must be our parent, or 0.
         devices: `CUDA_VISIBLE_DEVICES` of the process; None: unchanged.
         sharing: number of nodes that share its device, as far as its launcher knows.
         path: the launcher's `sys.path`, so that drivers find their imports; []: unchanged.
         collects: True if the launcher collects the results: the node keeps them while the launcher lives.
+        drained_code: the exit code if the node leaves and its job goes on.
+        ready_file: a file that is there while the node is ready (`protocol.readiness`); "": none.
         node_id: the node's id, known to the launcher even if the process dies at once; "": the node makes one.
     """
 
@@ -46,6 +49,8 @@ class NodeConfig:
     sharing: int = 1
     path: list[str] = field(default_factory=list)
     collects: bool = False
+    drained_code: int = 0
+    ready_file: str = ""
     node_id: str = ""
 
     @classmethod

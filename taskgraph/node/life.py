@@ -102,6 +102,10 @@ class NodeLife(NodeCore):
         """The latest epoch that something here has begun, or the one at work; -1: none."""
         return self.epoch
 
+    def in_sync(self) -> bool:
+        """Returns True if what is wanted here is in sync, and all of it is as safe as possible."""
+        raise NotImplementedError
+
     async def results(self) -> list[TaskResult]:
         """Waits for the results that are here, after the last commit; returns them."""
         raise NotImplementedError

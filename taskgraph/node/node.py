@@ -26,6 +26,7 @@ from taskgraph.node.roles import Roles
 from taskgraph.node.services import NodeServices, ServicesArguments
 from taskgraph.node.serving import Serving
 from taskgraph.observe.status import NodeStatus, TaskResult
+from taskgraph.protocol.readiness import are_tasks_in_sync
 from taskgraph.protocol.records import RunningCode
 
 __all__ = ["Node", "Point"]
@@ -72,6 +73,10 @@ class Node(NodeServices):
 
     def services(self) -> dict[str, Coroutine[Any, Any, None]]:
         return {"notices": self.notices.watch(), "reconcile": self.reconciler.run()}
+
+    def in_sync(self) -> bool:
+        self.placement.update()
+        return are_tasks_in_sync(self.keeper.view, self.id, self.placement.by_task)
 
     def set_ups(self) -> list[asyncio.Task[None]]:
         return [r.setting_up for r in self.roles.replicas.values() if r.setting_up is not None]

@@ -4,7 +4,8 @@
     FD)
 
 Exit codes: 0 the job is over, or the node drained; 1 it cannot go on; 3 etcd cannot be reached; 4 its driver differs
-from the submitted one; 5 its CUDA device is lost; 130 and 143 ended at once by a signal.
+from the submitted one; 5 its CUDA device is lost; 130 and 143 ended at once by a signal. `NodeConfig.drained_code`, if
+it is not 0, takes the place of 0, 130 and 143 unless the job is over.
 
 The launcher tells a node to leave by their pipe, not by a signal: if a whole process group gets SIGTERM, another one
 from the launcher would be the second, which ends a node at once.
@@ -58,6 +59,7 @@ from taskgraph.node.life import NodeLife
 from taskgraph.node.loop import NodeLoop
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
+from taskgraph.node.ready_file import keep_ready_file
 from taskgraph.node.sockets import keep_sockets
 from taskgraph.node.usercode import lastwords
 from taskgraph.node.usercode.uncaught import on_uncaught, silence_expected_ends
@@ -102,8 +104,7 @@ async def run_node(config: NodeConfig, lost_output: DroppingOutput | None = None
             if config.path:
                 sys.path[:] = config.path  # not earlier: Python's own modules must not be found beside a driver
             job = spec.load_job()
-            await _run(config, coordinator, spec, revision, job, lost_output)
-            return OK
+            return await _run(config, coordinator, spec, revision, job, lost_output)
     except FingerprintMismatch as error:
         return _log_and_return(f"refused: {error}", OTHER_DRIVER)
     except CoordinationError as error:
@@ -201,8 +202,8 @@ async def _run(
     spec_revision: int,
     job: Job,
     lost_output: DroppingOutput | None,
-) -> None:
-    """Runs the node. Opens all that it needs before (sockets, services), and closes it afterwards."""
+) -> int:
+    """Runs the node; returns the exit code. Opens all that it needs before (sockets, services), and closes it."""
     token = bytes.fromhex(config.token)
     listening = config.listening
     tls = Tls.of(config.node_tls)
@@ -267,6 +268,8 @@ async def _run(
         stack.callback(on_uncaught, None)
         if folder is not None:
             await stack.enter_async_context(_running_beside(keep_sockets(folder, (transport, control), events)))
+        if config.ready_file:
+            stack.enter_context(keep_ready_file(Path(config.ready_file), node))
         if tls is not None:
             await stack.enter_async_context(
                 _running_beside(CertificateWatch(tls, events, config.name, node.host).watch())
@@ -281,6 +284,12 @@ async def _run(
         ended = node.keeper.view.status
         if ended is not None and not config.parent_pid:
             _log_end(spec.name, ended.record)
+        return config.drained_code if node.draining and not _is_over(node.keeper.view) else OK
+
+
+def _is_over(view: JobView) -> bool:
+    """True if the job is known to need no nodes."""
+    return view.superseded or (view.revision > 0 and not view.has_work)
 
 
 def _log_end(job: str, status: StatusRecord) -> None:
@@ -330,13 +339,13 @@ def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
             config.folder.parent.rmdir()
 
 
-def end_on_sigterm(config: NodeConfig | None = None) -> None:
+def end_on_sigterm(config: NodeConfig | None = None, *, drained_code: int = 0) -> None:
     """Makes SIGTERM end this process at once before there is a node: a container's first process would ignore it."""
 
     def end(number: int, _: object) -> None:
         if config is not None:
             _remove_sockets(config)
-        _exit(128 + number)
+        _exit(drained_code or 128 + number)
 
     signal.signal(signal.SIGTERM, end)
 
@@ -360,7 +369,7 @@ def _handle_signals(config: NodeConfig, node: NodeLife) -> None:
             return
         if drained:
             _remove_sockets(config)
-            _exit(128 + number)
+            _exit(config.drained_code or 128 + number)
         drained = True
         node.drain(signal.Signals(number).name)
 
@@ -419,9 +428,9 @@ def _exit(code: int, *, intended: bool = True) -> NoReturn:
     os._exit(code)
 
 
-def _run_exit_handlers() -> None:
+def _run_exit_handlers(code: int) -> None:
     """Runs handlers of `atexit`, as coverage, profilers and trackers have, and ends the process if they take long."""
-    overdue = threading.Timer(_EXIT_HANDLERS_S, _exit, (OK,))
+    overdue = threading.Timer(_EXIT_HANDLERS_S, _exit, (code,))
     overdue.daemon = True
     try:
         overdue.start()
@@ -462,7 +471,7 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
         os.environ[VISIBLE] = config.devices  # before the driver is loaded: CUDA reads it once
     if not config.node_id:
         config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
-    end_on_sigterm(config)
+    end_on_sigterm(config, drained_code=config.drained_code)
     if config.parent_fd >= 0 or config.parent_pid:
         threading.Thread(target=_follow_parent, args=(config,), name="launcher", daemon=True).start()
     if gone is not None:
@@ -479,9 +488,9 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
         why = no_thread(error)
         _print_last(f"the node cannot go on: {why}" if why else f"the node cannot go on\n{traceback.format_exc()}")
         intended = False
-    if code == OK:
+    if code in (OK, config.drained_code):
         lastwords.intend_end()
-        _run_exit_handlers()
+        _run_exit_handlers(code)
     _exit(code, intended=intended)
 
 

@@ -51,6 +51,8 @@ _UNANSWERED_S = 300.0
 results that were sent before: with gRPC's 60 s, results at 30 kB/s would never arrive."""
 _RESET_SIGNS = ("Socket closed", "Connection reset", "connection closed")
 _EXPIRED = "certificate has expired"
+_OTHER_NAME = ("Hostname Verification Check failed", "is not in peer certificate")
+"""Words of gRPC, newer and older, for a certificate without the name that was asked for."""
 _NOT_CONNECTED = ("failed to connect to all addresses", "errors resolving ", "DNS resolution failed")
 """gRPC's words if it had no connection for a call."""
 _NO_LISTENER = ("Connection refused", "No such file or directory")
@@ -142,9 +144,13 @@ class ControlClient:
     """
 
     def __init__(self, address: str, token: bytes, tls: Tls | None = None) -> None:
-        options = _options(address)
+        options: list[tuple[str, int | str]] = [*_options(address)]
         self._encrypted = tls is not None and not address.startswith("unix:")
-        credentials = tls.channel_credentials() if tls is not None and self._encrypted else None
+        credentials = None
+        if tls is not None and self._encrypted:
+            credentials = tls.channel_credentials()
+            options += tls.channel_options()
+        self._name = tls.name if tls is not None else ""
         self._channel = rpc.aio_channel(address, credentials, options)
         self._metadata = ((TOKEN_KEY, credential(token)),)
         self._address = address
@@ -366,10 +372,16 @@ class ControlClient:
                 "; the certificate of that node has ended: write a renewed one, and its key, to its files there, which "
                 "it uses at once (or this host's clock is wrong)"
             )
+        elif first and self._encrypted and any(sign in details for sign in _OTHER_NAME):
+            details = (
+                f"its certificate does not have the name {self._name!r}: give the --tls-name that its nodes have"
+                if self._name
+                else "its certificate does not name that host: give --tls-name, if its nodes have it"
+            )
         elif first and self._encrypted:
             details += (
                 "; with TLS: check that its certificate and ours are signed by the same --tls authority, that it names "
-                "the host, and that neither has ended"
+                "the host (or what --tls-name says), and that neither has ended"
             )
         elif first and not self._address.startswith("unix:") and any(sign in details for sign in _RESET_SIGNS):
             details += "; it may accept TLS only: give --tls; or it has too many connections"

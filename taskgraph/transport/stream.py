@@ -504,7 +504,7 @@ class StreamTransport:
                         lambda: session,
                         sock=sock,
                         ssl=context,
-                        server_hostname="",  # the hello proves who answers
+                        server_hostname=self._tls.name if self._tls is not None else "",  # the hello proves the node
                         ssl_handshake_timeout=self._settings.connect_s,
                         ssl_shutdown_timeout=CLOSE_S,
                     )

@@ -10,10 +10,12 @@ import taskgraph as tg
 
 
 class Sums(tg.Task, state=["values"]):
-    def __init__(self, pause_at: int, gate: str, fail_at: int) -> None:
-        self.pause_at, self.gate, self.fail_at = pause_at, gate, fail_at
+    def __init__(self, pause_at: int, gate: str, fail_at: int, setup_gate: str) -> None:
+        self.pause_at, self.gate, self.fail_at, self.setup_gate = pause_at, gate, fail_at, setup_gate
 
     def setup(self) -> None:
+        while self.setup_gate and not Path(self.setup_gate).exists():
+            time.sleep(0.01)
         self.values: list[int] = []
 
     def compose(self, epoch: tg.Epoch) -> None:
@@ -46,6 +48,7 @@ def sums(
     pause_at: int = -1,
     gate: str = "",
     fail_at: int = -1,
+    setup_gate: str = "",
     min_nodes: int = 1,
     blas_threads: int = 1,
     lease_ttl_s: float = 5.0,
@@ -54,7 +57,7 @@ def sums(
     return tg.Job(
         tasks=tasks,
         epochs=epochs,
-        builder=lambda task_id: Sums(pause_at, gate, fail_at),
+        builder=lambda task_id: Sums(pause_at, gate, fail_at, setup_gate),
         topology=tg.tree(),
         min_nodes=min_nodes,
         settings=tg.Settings(blas_threads=blas_threads, lease_ttl_s=lease_ttl_s, epochs_ahead=ahead),

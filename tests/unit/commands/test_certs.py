@@ -180,6 +180,17 @@ def test_files_from_options_environment_and_toml(tmp_path: Path, monkeypatch: py
     assert node_access()["ca"] == str(tmp_path / "a" / CA)
 
 
+def test_fixed_name_of_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_certs(tmp_path / "a", force=False)
+    (tmp_path / "taskgraph.toml").write_text('tls_name = "fit"\n')
+    with pytest.raises(JobError, match="--tls-name fit goes with the files of TLS between nodes: give --tls DIR"):
+        node_access()
+    assert node_access({"tls": "a"}) == {**paths(tmp_path / "a"), "name": "fit"}
+    monkeypatch.setenv("TASKGRAPH_TLS_NAME", "job")
+    assert node_access({"tls": "a"})["name"] == "job"
+    assert node_access({"tls": "a", "tls_name": "mine"})["name"] == "mine"
+
+
 def test_part_of_a_set_is_refused(tmp_path: Path) -> None:
     make_certs(tmp_path / "a", force=False)
     with pytest.raises(JobError, match="give --tls-cert and --tls-key"):

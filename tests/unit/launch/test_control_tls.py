@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from test_control import STATUS, TOKEN, Service, serving
 
+from taskgraph.clusters.credentials import job_certificates
 from taskgraph.commands.certifying import make_certs
 from taskgraph.errors import PeerLost, TaskGraphError, TransportError
 from taskgraph.network.tls import CA, CERT, KEY, Tls
@@ -133,6 +134,19 @@ async def test_certificate_must_name_the_host(ours: Tls) -> None:
         await server.start(tcp_host="127.0.0.1", advertise="far.example", tls=ours)
     with pytest.raises(TransportError, match="without TLS"):
         await server.start(tcp_host="0.0.0.0", advertise="far.example")
+
+
+async def test_fixed_name_takes_the_place_of_the_host(tmp_path: Path) -> None:
+    for name, content in job_certificates("fit").items():
+        (tmp_path / name).write_bytes(content)
+    fixed, other, plain = (Tls(tmp_path / CA, tmp_path / CERT, tmp_path / KEY, name) for name in ("fit", "other", ""))
+    async with serving(tcp_host="127.0.0.1", tls=fixed) as service:
+        async with service.client(tls=fixed) as client:
+            assert await client.status() == STATUS
+        for tls, says in ((other, "does not have the name 'other'"), (plain, "does not name that host")):
+            async with service.client(tls=tls) as client:
+                with pytest.raises(PeerLost, match=says):
+                    await client.status()
 
 
 @pytest.mark.parametrize(("ended", "file"), [("ca", CA), ("leaf", CERT)])

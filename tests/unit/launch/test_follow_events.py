@@ -57,15 +57,41 @@ async def test_events_come_in_order_despite_clocks() -> None:
     await following.aclose()  # type: ignore[attr-defined]
 
 
-async def test_failure_reported_by_two_launchers_is_shown_once() -> None:
+async def begun() -> tuple[MemoryCoordinator, Keys, JobSpec]:
+    """A job that runs, without nodes."""
     coordinator, keys = MemoryCoordinator(MemoryStore()), Keys(JOB)
     spec = JobSpec.local(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=JOB))
-    begun = {
+    records = {
         keys.spec: spec.to_bytes(),
         keys.status: StatusRecord(state="running").to_bytes(),
         keys.epoch: EpochRecord(epoch=0, attempt=1, writer="w").to_bytes(),
     }
-    await coordinator.txn(Txn(success=tuple(Put(key, value) for key, value in begun.items())))
+    await coordinator.txn(Txn(success=tuple(Put(key, value) for key, value in records.items())))
+    return coordinator, keys, spec
+
+
+async def test_event_of_a_launcher_is_kept() -> None:
+    coordinator, keys, spec = await begun()
+    seen: list[str] = []
+    follower = Follower(coordinator, spec, b"")
+    await follower.start(lambda event: seen.append(event.text))
+    try:
+        for number in range(2):
+            await follower.keep_event(Event(5.0, "launcher", "preempted", f"n{number} was preempted"))
+        await coordinator.txn(
+            Txn(success=(Put(keys.event("6"), Event(6.0, "n2", "waits", "last").to_bytes()),)),
+        )
+        async with asyncio.timeout(30):
+            while "last" not in seen:  # noqa: ASYNC110 (another task fills it)
+                await asyncio.sleep(0.01)
+    finally:
+        await follower.stop()
+    assert seen == ["n0 was preempted", "n1 was preempted", "last"], "each once"
+    assert [event.text for event in await kept_events(coordinator, JOB)] == seen
+
+
+async def test_failure_reported_by_two_launchers_is_shown_once() -> None:
+    coordinator, keys, spec = await begun()
     seen: list[str] = []
     follower = Follower(coordinator, spec, b"")
     await follower.start(lambda event: seen.append(event.text))

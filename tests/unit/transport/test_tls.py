@@ -368,6 +368,18 @@ def test_unusable_tls_file_is_explained(folder: Path, name: str, content: str | 
         tls.context(server=True)
 
 
+async def test_certificate_without_the_fixed_name_is_refused(cluster: Cluster, folder: Path) -> None:
+    """One authority may have signed certificates of several jobs."""
+    sets = {name: certified(folder / "tls" / name, host=f"{name}.example") for name in ("fit", "other")}
+    fit, twin, other = [
+        await cluster.node(tls=Tls(sets[name].ca, sets[name].cert, sets[name].key, f"{name}.example"))
+        for name in ("fit", "fit", "other")
+    ]
+    await fit.call(twin, SEAL)
+    with pytest.raises(PeerLost, match=r"not valid for 'fit\.example'.*and the same --tls-name"):
+        await fit.call(other, SEAL)
+
+
 def test_certificate_must_match_the_host_name(folder: Path) -> None:
     tls = certified(folder, host="node7.example")
     tls.check("node7.example")

@@ -1,0 +1,60 @@
+"""A file that is there while its node is ready (`protocol.readiness`), for a supervisor's probe: `test -e FILE`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import JobError
+from taskgraph.protocol.readiness import is_registered
+from taskgraph.system.files import remove_file
+
+if TYPE_CHECKING:
+    from taskgraph.node.life import NodeLife
+
+__all__ = ["begin_not_ready", "keep_ready_file"]
+
+log = logging.getLogger("taskgraph.node")
+
+
+def begin_not_ready(path: Path) -> None:
+    """Removes the file that a killed node left, and checks that it can be made.
+
+    Raises:
+        JobError: it cannot be made or removed.
+    """
+    try:
+        path.touch()
+        path.unlink()
+    except OSError as error:
+        raise JobError(f"--ready-file {path}: {error.strerror}: name a file in a directory of your own") from error
+
+
+@contextlib.contextmanager
+def keep_ready_file(path: Path, node: NodeLife) -> Iterator[None]:
+    """Makes and removes the file as the node's state changes; it is gone after the block."""
+    is_there = False
+
+    def look() -> None:
+        nonlocal is_there
+        ready = node.running and not node.draining and is_registered(node.keeper.view, node.id) and node.in_sync()
+        if ready == is_there:
+            return
+        try:
+            if ready:
+                path.touch()
+            else:
+                remove_file(path)
+            is_there = ready
+        except OSError as error:
+            log.warning("the file %s cannot be changed: %s", path, error.strerror)
+
+    stop = node.keeper.on_change(look, structure=True)
+    try:
+        yield
+    finally:
+        stop()
+        remove_file(path)
