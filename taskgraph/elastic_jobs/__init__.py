@@ -7,7 +7,7 @@ What user code calls, in its thread:
     steps, rows    the steps, and which rows each step and part has
     data           the rows of a dataset or a DataLoader
     parts          the parts of a step, and the rounds in which they are summed
-    sums, adding   trees of arrays as flat sums; their sums along the tree
+    layouts, sums  trees of arrays as flat sums; `adding`: their sums along the tree
     gradients      PyTorch's gradients, from the parts to the parameters
     modules        buffers and modes of PyTorch's modules in the part loop
     state          what later steps rest on: captured, and loaded in place
@@ -22,8 +22,10 @@ One worker, on the event loop:
     node           its parts, its user code and its end
     view_changes   the views in etcd: it begins, proposes the next one, goes on alone
     joining        how a newcomer enters the view; `leaving`: how a draining worker leaves
-    engine         what the core (`taskgraph.protocol.elastic`) decides: sums, messages, answers to user code
-    outbox         messages to one worker, in order
+    engine         carries out what the core (`taskgraph.protocol.elastic`) decides; answers user code
+    contributions  the sums of the position at work, and the total made of them; `slices`: large ones
+    totals         those that are kept, also for newcomers
+    inbox, outbox  messages of other workers; messages to them, in order
     serving        answers to other workers and newcomers
     silence        asks workers that reach etcd whether they reach this one
     differing      workers whose state or user code differs

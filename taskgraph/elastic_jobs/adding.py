@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import xxhash
+
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Finished", "Merging", "Outgoing", "Total", "add_up"]
+__all__ = ["Finished", "Merging", "Outgoing", "Total", "add_up", "chained"]
 
 
 def add_up(held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = None) -> Sums:
@@ -24,6 +26,17 @@ def add_up(held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = No
         return held[span]
     first, second = halves(span)
     return add_up(held, first, allocate).add(add_up(held, second, allocate), allocate)
+
+
+def chained(tag: bytes, total: Sums) -> bytes:
+    """Returns a digest of all totals so far, from that of the totals before this one."""
+    digest = xxhash.xxh3_128(tag)
+    digest.update(repr(total.layout).encode())
+    for array in total.arrays:
+        digest.update(array.data)
+    for part, value in total.collected.items():
+        digest.update(b"%d" % part + value.digest)
+    return digest.digest()
 
 
 class Total:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from taskgraph.elastic_jobs.sums import Layout, Sums, empty_array
+from taskgraph.elastic_jobs.layouts import Layout, empty_array
+from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError
 from taskgraph.graph.blocks import Allocate
 

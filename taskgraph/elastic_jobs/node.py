@@ -146,7 +146,7 @@ class ElasticNode(WorkerNode):
         if self.id in view.gone:
             self.end_with(JobError(f"{self.name} was declared gone: {view.gone[self.id].record.reason}"))
         workers = () if view.workers is None else (worker for worker, _ in view.workers.record.workers)
-        self.engine.drop_newcomers({*view.nodes, *workers})
+        self.engine.totals.drop_newcomers({*view.nodes, *workers})
         self._drains = any(known.record.draining for known in view.nodes.values())
         self.views.wake.set()
 

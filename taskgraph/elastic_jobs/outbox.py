@@ -1,4 +1,4 @@
-"""Messages to one worker, sent in order, until the worker has taken them or they are of an old view.
+"""Messages to each worker, sent in order, until the worker has taken them or they are of an old view.
 
     waiting ──sent──► unconfirmed ──a reply, or what the worker sends shows that it has the message──► dropped
        ▲                  │
@@ -33,8 +33,9 @@ from taskgraph.transport.api import CallFuture
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.tracing import Mark, WorkerTrace
     from taskgraph.node.core import NodeCore
+    from taskgraph.protocol.elastic.worker import Worker
 
-__all__ = ["Outbox"]
+__all__ = ["Outbox", "Outboxes"]
 
 
 _NAMES: Final = {
@@ -199,3 +200,38 @@ def _forget(call: asyncio.Future[Reply]) -> None:
     if isinstance(call, CallFuture):
         call.listener = None
     call.cancel()
+
+
+class Outboxes:
+    """One outbox for each worker that this one has sent to.
+
+    Args:
+        refused: called with a worker whose port refuses connections.
+    """
+
+    def __init__(self, node: NodeCore, trace: WorkerTrace, core: Worker, refused: Callable[[str], None]) -> None:
+        self._node = node
+        self._trace = trace
+        self._core = core
+        self._refused = refused
+        self._outboxes: dict[str, Outbox] = {}
+
+    def to(self, worker: str) -> Outbox:
+        if worker not in self._outboxes:
+            self._outboxes[worker] = Outbox(self._node, self._trace, worker, self._view, self._refused)
+        return self._outboxes[worker]
+
+    def put_all(self, view: int, message: Call) -> None:
+        """Sends a message of a view to all other workers of the view that this one has read."""
+        assert self._core.view is not None
+        for worker in self._core.view.workers:
+            if worker != self._node.id:
+                self.to(worker).put(view, message)
+
+    def confirm(self, stable: int) -> None:
+        """All workers of the view hold the totals below `stable`."""
+        for outbox in self._outboxes.values():
+            outbox.confirm(stable)
+
+    def _view(self) -> int:
+        return self._core.number

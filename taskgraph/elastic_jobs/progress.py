@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from taskgraph.elastic_jobs.adding import chained
 from taskgraph.elastic_jobs.differing import is_checked
-from taskgraph.elastic_jobs.engine import chained
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import Turn, derived_seed, seed_generators
 from taskgraph.elastic_jobs.sharing import check_shared

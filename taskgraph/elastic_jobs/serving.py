@@ -91,9 +91,9 @@ class Serving:
 
     def _totals_for(self, newcomer: str, message: FollowTotals) -> Reply:
         engine = self._node.engine
-        first, totals = engine.kept_totals(message.position)
+        first, totals = engine.totals.page(message.position)
         if first <= message.position:
-            engine.keep_totals_for(newcomer, message.position)
+            engine.totals.keep_for(newcomer, message.position)
         if not message.send:
             totals = []
         return TotalsPage(first, len(totals), engine.core.stable, encode_sums(totals))

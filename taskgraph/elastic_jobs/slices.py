@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from taskgraph.elastic_jobs.adding import Total, add_up
 from taskgraph.elastic_jobs.sums import Sums, encode_sums, joined
 from taskgraph.graph.blocks import Allocate
+from taskgraph.protocol.elastic.actions import SumTogether
 from taskgraph.protocol.elastic.tree import Span
-from taskgraph.protocol.elastic.worker import SumTogether
 from taskgraph.protocol.messages import Encoded, SliceSum
 
 if TYPE_CHECKING:

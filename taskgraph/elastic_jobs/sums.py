@@ -9,9 +9,8 @@ What parts collect travels with the sums, and is not added up.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final
 
@@ -19,31 +18,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.device.lookup import device_of
+from taskgraph.elastic_jobs.layouts import (
+    NUMBERS,
+    Layout,
+    copied,
+    difference,
+    element_counts,
+    empty_array,
+    made_tree,
+    read_only,
+)
 from taskgraph.errors import JobError, StepError
-from taskgraph.graph.arrays import INLINE_BYTES, empty
+from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.blocks import Allocate
-from taskgraph.graph.codecs import codec_named
 from taskgraph.graph.libraries import codec_of_library
 from taskgraph.graph.refusals import library_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Layout", "Sums", "decode_sums", "difference", "empty_array", "encode_sums", "joined"]
-
-Layout = tuple[Any, ...]
-"""("n", type) of a number; ("a", library, dtype, shape) of an array; ("d", names, layouts), ("l", layouts) and
-("t", layouts) of a dict, a list and a tuple; ("x", difference) of a sum of trees that differ."""
+__all__ = ["Sums", "decode_sums", "encode_sums", "joined"]
 
 _UNLIKE: Final = "x"
-
-_NUMBERS: Final[dict[type, tuple[str, type]]] = {
-    bool: ("int", np.int64),
-    int: ("int", np.int64),
-    float: ("float", np.float64),
-    complex: ("complex", np.complex128),
-}
-_DTYPES: Final = dict(_NUMBERS.values())
-_MADE: Final[dict[str, Callable[[Any], Any]]] = {"int": int, "float": float, "complex": complex}
 
 
 class Sums:
@@ -84,7 +79,7 @@ class Sums:
     def zeros(cls, layout: Layout) -> Sums:
         """Makes the sum of no parts, with a layout."""
         sizes: dict[np.dtype[Any], int] = {}
-        for dtype, size in _sizes(layout):
+        for dtype, size in element_counts(layout):
             sizes[dtype] = sizes.get(dtype, 0) + size
         return cls(layout, [np.zeros(size, dtype) for dtype, size in sizes.items()])
 
@@ -138,10 +133,10 @@ class Sums:
         at = {array.dtype: 0 for array in self.arrays}
         arrays = {array.dtype: array for array in self.arrays}
         if not views:
-            return _made(self.layout, arrays, at, partial(_copied, allocate))
+            return made_tree(self.layout, arrays, at, partial(copied, allocate))
         _, names, parts = self.layout
         return {
-            name: _made(part, arrays, at, _seen if name in views else partial(_copied, allocate))
+            name: made_tree(part, arrays, at, read_only if name in views else partial(copied, allocate))
             for name, part in zip(names, parts, strict=True)
         }
 
@@ -192,11 +187,6 @@ class _Elements:
         ]
 
 
-def empty_array(size: int, dtype: np.dtype[Any], allocate: Allocate | None) -> NDArray[Any]:
-    """Makes a flat array, in memory of `allocate` if that has some."""
-    return np.empty(size, dtype) if allocate is None else empty(size, dtype, allocate)
-
-
 def _concatenated(flat: Sequence[NDArray[Any]], allocate: Allocate | None) -> NDArray[Any]:
     whole = empty_array(sum(array.size for array in flat), flat[0].dtype, allocate)
     np.concatenate(flat, out=whole)
@@ -215,7 +205,7 @@ def _take(tree: Any, found: _Elements, where: str) -> Layout:
         for array in tree.arrays:
             found.put(array, constant=True)
         return tree.layout
-    known = _NUMBERS.get(type(tree))
+    known = NUMBERS.get(type(tree))
     if known is not None:
         name, dtype = known
         if name == "int" and not -(2**63) <= tree < 2**63:
@@ -263,102 +253,6 @@ def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
         f"{where or 'a value'} is a {type(value).__name__}: a sum is made of numbers, arrays, and dicts, lists and "
         f"tuples of them"
     )
-
-
-def _sizes(layout: Layout) -> Iterator[tuple[np.dtype[Any], int]]:
-    """Yields dtype and size of each number and array."""
-    kind = layout[0]
-    if kind == "n":
-        yield np.dtype(_DTYPES[layout[1]]), 1
-    elif kind == "a":
-        yield np.dtype(layout[2]), math.prod(layout[3])
-    else:
-        for part in layout[-1]:
-            yield from _sizes(part)
-
-
-def _seen(array: NDArray[Any], library: str) -> NDArray[Any]:
-    """Returns an array as a read-only view."""
-    array.flags.writeable = False
-    return array
-
-
-def _copied(allocate: Allocate | None, array: NDArray[Any], library: str) -> Any:
-    """Copies an array, to an array of its library."""
-    copy = empty_array(array.size, array.dtype, allocate).reshape(array.shape)
-    np.copyto(copy, array)
-    match library:
-        case "numpy":
-            return copy
-        case "torch":
-            return sys.modules["torch"].from_numpy(copy)
-        case "cupy":
-            return sys.modules["cupy"].asarray(copy)
-    codec = codec_named(library)
-    assert codec is not None  # user code has added such an array
-    return codec.decode(copy)
-
-
-def _made(
-    layout: Layout,
-    arrays: dict[np.dtype[Any], NDArray[Any]],
-    at: dict[np.dtype[Any], int],
-    give: Callable[[NDArray[Any], str], Any],
-) -> Any:
-    kind = layout[0]
-    if kind == "d":
-        return {name: _made(part, arrays, at, give) for name, part in zip(layout[1], layout[2], strict=True)}
-    if kind in ("l", "t"):
-        made = [_made(part, arrays, at, give) for part in layout[1]]
-        return made if kind == "l" else tuple(made)
-    if kind == "n":
-        dtype = np.dtype({"int": np.int64, "float": np.float64, "complex": np.complex128}[layout[1]])
-        return _MADE[layout[1]](_next(arrays, at, dtype, 1)[0])
-    _, library, name, shape = layout
-    size = int(np.prod(shape, dtype=np.int64))
-    return give(_next(arrays, at, np.dtype(name), size).reshape(shape), library)
-
-
-def _next(
-    arrays: dict[np.dtype[Any], NDArray[Any]], at: dict[np.dtype[Any], int], dtype: np.dtype[Any], size: int
-) -> NDArray[Any]:
-    first = at[dtype]
-    at[dtype] = first + size
-    return arrays[dtype][first : first + size]
-
-
-def difference(layout: Layout, other: Layout) -> tuple[tuple[str, ...], str, str] | None:
-    """Returns the first place where two layouts differ: its path, and what each of them has there.
-
-    None if the layouts are equal. "nothing" is what a layout has at a path that only the other one has.
-    """
-    if layout == other:
-        return None
-    first, second = dict(_leaves(layout, ())), dict(_leaves(other, ()))
-    paths = sorted(
-        first.keys() | second.keys(), key=lambda path: ("empty" in first.get(path, second.get(path, "")), path)
-    )
-    for path in paths:  # an empty dict is what the other layout's elements in it are missing from
-        one, two = first.get(path, "nothing"), second.get(path, "nothing")
-        if one != two:
-            return path, one, two
-    return (), "dicts, lists or tuples", "others"
-
-
-def _leaves(layout: Layout, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields path and description of each number and array, and of each empty dict, list or tuple."""
-    kind = layout[0]
-    if kind == "n":
-        yield path, f"{'an' if layout[1] == 'int' else 'a'} {layout[1]}"
-    elif kind == "a":
-        library = {"numpy": "an array", "torch": "a tensor"}[layout[1]]
-        yield path, f"{library} of {np.dtype(layout[2])} with shape {layout[3]}"
-    else:
-        names = layout[1] if kind == "d" else tuple(map(str, range(len(layout[1]))))
-        if not names:
-            yield path, {"d": "an empty dict", "l": "an empty list", "t": "an empty tuple"}[kind]
-        for name, part in zip(names, layout[-1], strict=True):
-            yield from _leaves(part, (*path, name))
 
 
 def encode_sums(sums: Sequence[Sums], allocate: Allocate | None = None) -> Encoded:

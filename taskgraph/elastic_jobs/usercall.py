@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from taskgraph.elastic_jobs.adding import Finished, Merging
-from taskgraph.elastic_jobs.engine import Summed, chained
+from taskgraph.elastic_jobs.adding import Finished, Merging, chained
+from taskgraph.elastic_jobs.engine import Summed
 from taskgraph.elastic_jobs.room import Room
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import JobError
@@ -145,7 +145,7 @@ class UserCall:
                 threads.post(self._engine.send_first_part, position, done[0], chained(b"", done[1]))
             self._merging.add(*done)
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
-                finished = self._merging.take(self._engine.encoded)
+                finished = self._merging.take(self._engine.contributions.encode_ahead)
                 self._handed_at = threads.clock()
         if done is not None:
             trace.keep(mark, "add", f"adds part {done[0]}")
@@ -316,6 +316,6 @@ class UserCall:
         wanted, self._wanted = self._wanted, []
         for newcomer, awaited in wanted:
             if newcomer:
-                self._engine.keep_totals_for(newcomer, copy.position)  # it has not asked for totals yet
+                self._engine.totals.keep_for(newcomer, copy.position)  # it has not asked for totals yet
             self._unstable.append((copy, awaited))
         self.note_stable()

@@ -461,7 +461,7 @@ class WorkerReport(_Message, frozen=True, tag=True):
 
 
 class PartSums(_Message, frozen=True, tag=True):
-    """Worker to worker: the sums of these spans (`elastic.worker.Contribution`).
+    """Worker to worker: the sums of these spans (`elastic.actions.Contribution`).
 
     Attributes:
         value: the sums, in the order of `spans`.

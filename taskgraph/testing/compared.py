@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from taskgraph.elastic_jobs.engine import chained
+from taskgraph.elastic_jobs.adding import chained
 from taskgraph.elastic_jobs.parts import Part, Place
 from taskgraph.elastic_jobs.state import digests
 from taskgraph.elastic_jobs.sums import Sums

@@ -10,10 +10,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from taskgraph.protocol.elastic import worker as core
+from taskgraph.protocol.elastic import actions as core
+from taskgraph.protocol.elastic.actions import Contribution
 from taskgraph.protocol.elastic.tree import Span, cover, halves
 from taskgraph.protocol.elastic.views import Entry, View
-from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker
+from taskgraph.protocol.elastic.worker import Phase, Worker
 
 NEWCOMERS_PROPOSE = False
 LATE_COPIES = False

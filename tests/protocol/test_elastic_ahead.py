@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from taskgraph.protocol.elastic.actions import SendReport
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import Entry, View
-from taskgraph.protocol.elastic.worker import SendReport, Worker
+from taskgraph.protocol.elastic.worker import Worker
 
 
 def alone_after_a_step(parts: int) -> Worker:

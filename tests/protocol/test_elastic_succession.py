@@ -6,10 +6,11 @@ import pytest
 from protocol_kit import RUN, World, node_record
 
 from taskgraph.protocol.elastic import transactions
+from taskgraph.protocol.elastic.actions import Contribution
 from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.succession import first_view, leavers, lone_view, must_go_on_alone, next_view
 from taskgraph.protocol.elastic.views import Entry, View
-from taskgraph.protocol.elastic.worker import Contribution, Worker
+from taskgraph.protocol.elastic.worker import Worker
 from taskgraph.protocol.kv import Put, Txn
 
 NONE: frozenset[str] = frozenset()

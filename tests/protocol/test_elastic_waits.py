@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from taskgraph.protocol.elastic.actions import Contribution
 from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import Entry, View
-from taskgraph.protocol.elastic.worker import Contribution, Worker
+from taskgraph.protocol.elastic.worker import Worker
 
 
 def test_worker_names_whom_it_waits_for() -> None:

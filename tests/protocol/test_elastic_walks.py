@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from elastic_kit import Broken, Message, Peer, SliceSum, World, walk
 
-from taskgraph.protocol.elastic import flush, worker
+from taskgraph.protocol.elastic import actions, flush, worker
+from taskgraph.protocol.elastic.actions import Contribution
+from taskgraph.protocol.elastic.exchange import Exchange
 from taskgraph.protocol.elastic.flush import Outcome, Report
+from taskgraph.protocol.elastic.round import Round
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
-from taskgraph.protocol.elastic.worker import Contribution, Phase, Worker, _Round
+from taskgraph.protocol.elastic.worker import Phase, Worker
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -56,7 +59,7 @@ def test_invariants_hold_in_more_walks(first: int) -> None:
 
 
 def total_completed_without_a_worker(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Round, "covered", lambda self, w: w != max(self.due) or _covered(self, w))
+    patch.setattr(Exchange, "covered", lambda self, w, due: w != max(due) or _covered(self, w, due))
 
 
 def flush_ends_without_all_reports(patch: pytest.MonkeyPatch) -> None:
@@ -76,8 +79,8 @@ def reports_before_it_stops(patch: pytest.MonkeyPatch) -> None:
     def read_view(self: Worker, view: View) -> None:
         if self.phase == Phase.WORKING and view.number > max(self.view.number, reported.get(id(self), -1)):  # type: ignore[union-attr]
             reported[id(self)] = view.number
-            held = self._round.own.union(*self._round.received.values())
-            self._actions.append(worker.SendReport(view, Report(self.position, self.whole, tuple(sorted(held)))))
+            held = self._round.own.union(*self._round.exchange.received.values())
+            self._actions.append(actions.SendReport(view, Report(self.position, self.whole, tuple(sorted(held)))))
             return
         _read_view(self, view)
 
@@ -85,22 +88,22 @@ def reports_before_it_stops(patch: pytest.MonkeyPatch) -> None:
 
 
 def partial_of_an_old_view_is_taken(patch: pytest.MonkeyPatch) -> None:
-    def contribution(self: Worker, name: str, message: worker.Contribution) -> bool:
+    def contribution(self: Worker, name: str, message: Contribution) -> bool:
         if self.view is not None and message.view < self.view.number and name in self.view.workers:
-            message = worker.Contribution(self.view.number, message.position, message.spans, message.tag)
+            message = Contribution(self.view.number, message.position, message.spans, message.tag)
         return _contribution(self, name, message)
 
     patch.setattr(Worker, "contribution", contribution)
 
 
 def keeps_parts_of_other_sources(patch: pytest.MonkeyPatch) -> None:
-    def keep(self: _Round, outcome: Outcome, me: str) -> tuple[Span, ...]:
+    def keep(self: Round, outcome: Outcome) -> tuple[Span, ...]:
         own = set(self.own)
-        _keep(self, outcome, me)
+        _keep(self, outcome)
         self.own = own
         return ()
 
-    patch.setattr(_Round, "keep", keep)
+    patch.setattr(Round, "keep", keep)
 
 
 def newcomer_counts_as_survivor(patch: pytest.MonkeyPatch) -> None:
@@ -123,8 +126,8 @@ def newcomer_is_whole_before_it_holds_the_totals(patch: pytest.MonkeyPatch) -> N
 def total_counts_outside_before_it_is_stable(patch: pytest.MonkeyPatch) -> None:
     def note(self: Worker) -> None:
         if self._outcome is not None and self.position > self.stable:
-            self.stable = self.position
-            self._actions.append(worker.Stable(self.position))
+            self._stability.position = self.position
+            self._actions.append(actions.Stable(self.position))
 
     patch.setattr(Worker, "_note_stable", note)
 
@@ -168,8 +171,8 @@ def early_contributions_survive_a_view(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Worker, "read_view", read_view)
 
 
-_covered, _hear, _read_view, _contribution = _Round.covered, Worker._hear, Worker.read_view, Worker.contribution
-_keep, _settle = _Round.keep, flush.settle
+_covered, _hear, _read_view, _contribution = Exchange.covered, Worker._hear, Worker.read_view, Worker.contribution
+_keep, _settle = Round.keep, flush.settle
 
 PLANTS: dict[Plant, int] = {
     total_completed_without_a_worker: 37,
@@ -219,11 +222,11 @@ def test_worker_with_another_tag_is_excluded(seed: int) -> None:
 
 
 def holds_sums_that_were_not_sent(patch: pytest.MonkeyPatch) -> None:
-    def stop(self: _Round) -> Any:
+    def stop(self: Exchange) -> Any:
         self.apart = False
         return _stop(self)
 
-    patch.setattr(_Round, "stop", stop)
+    patch.setattr(Exchange, "stop", stop)
 
 
 def sum_of_some_workers_counts(patch: pytest.MonkeyPatch) -> None:
@@ -235,7 +238,7 @@ def sum_of_some_workers_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(World, "operation", operation)
 
 
-_stop = _Round.stop
+_stop = Exchange.stop
 
 
 def slice_of_an_old_view_is_added(patch: pytest.MonkeyPatch) -> None:
@@ -247,7 +250,7 @@ def slice_of_an_old_view_is_added(patch: pytest.MonkeyPatch) -> None:
 
 
 def slice_sum_of_an_old_view_is_taken(patch: pytest.MonkeyPatch) -> None:
-    def slice_of(self: World, peer: Peer, action: worker.SumTogether, owner: str) -> str | None:
+    def slice_of(self: World, peer: Peer, action: actions.SumTogether, owner: str) -> str | None:
         return next((v for (_, at, o), v in peer.slices.items() if (at, o) == (action.position, owner)), None)
 
     patch.setattr(World, "slice_of", slice_of)

@@ -1,6 +1,6 @@
 """Mistakes put into elastic jobs on purpose, one rule each: the simulation must notice every one of them.
 
-A plant changes the decisions (`taskgraph.protocol.elastic`), what carries them out (the engine and the outbox), or the
+A plant changes the decisions (`taskgraph.protocol.elastic`), what carries them out (the engine and its parts), or the
 node.
 """
 
@@ -16,19 +16,25 @@ from msgspec import structs
 from taskgraph.elastic_jobs import adding as adding_module
 from taskgraph.elastic_jobs import view_changes
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
+from taskgraph.elastic_jobs.contributions import Contributions
 from taskgraph.elastic_jobs.engine import Engine
+from taskgraph.elastic_jobs.inbox import Inbox
 from taskgraph.elastic_jobs.outbox import Outbox
 from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.slices import Slices
 from taskgraph.elastic_jobs.sums import Sums
+from taskgraph.elastic_jobs.totals import KeptTotals
 from taskgraph.elastic_jobs.usercall import UserCall
 from taskgraph.elastic_jobs.view_changes import ViewChanger
 from taskgraph.protocol.elastic import flush, transactions
 from taskgraph.protocol.elastic import worker as worker_module
+from taskgraph.protocol.elastic.actions import Stable
+from taskgraph.protocol.elastic.exchange import Exchange
 from taskgraph.protocol.elastic.flush import Outcome, Report
+from taskgraph.protocol.elastic.round import Round
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
-from taskgraph.protocol.elastic.worker import Phase, Stable, Worker, _Round
+from taskgraph.protocol.elastic.worker import Phase, Worker
 from taskgraph.protocol.kv import Txn
 from taskgraph.protocol.messages import Call, PartSums, StateCopy
 
@@ -58,7 +64,7 @@ def _changed(patch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[
 
 @plant
 def a_total_is_completed_without_a_worker(patch: pytest.MonkeyPatch) -> None:
-    _changed(patch, _Round, "covered", lambda covered, self, w: w != max(self.due) or covered(self, w))
+    _changed(patch, Exchange, "covered", lambda covered, self, w, due: w != max(due) or covered(self, w, due))
 
 
 @plant
@@ -76,23 +82,23 @@ def a_flush_ends_without_all_reports(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_partial_of_an_old_view_is_taken(patch: pytest.MonkeyPatch) -> None:
-    def take(taken: Callable[..., bool], self: Engine, worker: str, message: Call) -> bool:
-        if isinstance(message, PartSums) and message.view < self._view:
-            message = structs.replace(message, view=self._view)
+    def take(taken: Callable[..., bool], self: Inbox, worker: str, message: Call) -> bool:
+        if isinstance(message, PartSums) and message.view < self._core.number:
+            message = structs.replace(message, view=self._core.number)
         return taken(self, worker, message)
 
-    _changed(patch, Engine, "_take", take)
+    _changed(patch, Inbox, "_take", take)
 
 
 @plant
 def parts_of_other_sources_are_kept(patch: pytest.MonkeyPatch) -> None:
-    def keep(kept: Callable[..., Any], self: _Round, outcome: Outcome, me: str) -> tuple[Span, ...]:
+    def keep(kept: Callable[..., Any], self: Round, outcome: Outcome) -> tuple[Span, ...]:
         own = set(self.own)
-        kept(self, outcome, me)
+        kept(self, outcome)
         self.own = own
         return ()
 
-    _changed(patch, _Round, "keep", keep)
+    _changed(patch, Round, "keep", keep)
 
 
 @plant
@@ -113,7 +119,7 @@ def a_newcomer_counts_as_a_survivor(patch: pytest.MonkeyPatch) -> None:
 def a_total_is_stable_once_one_worker_holds_it(patch: pytest.MonkeyPatch) -> None:
     def note(noted: Callable[..., None], self: Worker) -> None:
         if self._outcome is not None and self.position > self.stable:
-            self.stable = self.position
+            self._stability.position = self.position
             self._actions.append(Stable(self.position))
 
     _changed(patch, Worker, "_note_stable", note)
@@ -145,7 +151,8 @@ def contributions_to_a_later_position_survive_a_view(patch: pytest.MonkeyPatch) 
 @plant
 def tags_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     def complete(completed: Callable[..., None], self: Worker) -> None:
-        self._round.tags = dict.fromkeys(self._round.tags, self._round.tag)
+        exchange = self._round.exchange
+        exchange.tags = dict.fromkeys(exchange.tags, self._round.tag)
         completed(self)
 
     _changed(patch, Worker, "_complete", complete)
@@ -184,15 +191,16 @@ def a_range_is_summed_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_total_is_dropped_when_it_is_complete(patch: pytest.MonkeyPatch) -> None:
-    def forget(forgot: Callable[..., None], self: Engine) -> None:
-        self._totals = {at: total for at, total in self._totals.items() if at >= self.user_position}
+    def forget(forgot: Callable[..., None], self: KeptTotals, user_position: int) -> None:
+        self._totals = {at: total for at, total in self._totals.items() if at >= user_position}
 
-    _changed(patch, Engine, "_forget", forget)
+    _changed(patch, KeptTotals, "forget", forget)
 
     def answer(answered: Callable[..., bool], self: Engine) -> bool:
         was = answered(self)
         if was:
-            self._totals = {at: total for at, total in self._totals.items() if at > self.user_position}
+            kept = self.totals._totals
+            self.totals._totals = {at: total for at, total in kept.items() if at > self.user_position}
         return bool(was)
 
     _changed(patch, Engine, "_answer", answer)
@@ -200,11 +208,10 @@ def a_total_is_dropped_when_it_is_complete(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def early_messages_are_lost(patch: pytest.MonkeyPatch) -> None:
-    def receive(received: Callable[..., None], self: Engine, worker: str, message: Call) -> None:
+    def receive(received: Callable[..., None], self: Inbox, worker: str, message: Call) -> None:
         self._take(worker, message)
-        self._go()
 
-    _changed(patch, Engine, "receive", receive)
+    _changed(patch, Inbox, "receive", receive)
 
 
 @plant
@@ -237,21 +244,21 @@ def slice_sums_survive_a_view(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def slices_of_an_old_view_are_added(patch: pytest.MonkeyPatch) -> None:
-    def adopt(adopted: Callable[..., None], self: Engine, number: int, report: Report) -> None:
-        old = {(number, at, span): sums for (_, at, span), sums in self._received.items()}
-        adopted(self, number, report)
+    def adopt(adopted: Callable[..., None], self: Contributions, view: View, report: Report) -> None:
+        old = {(view.number, at, span): sums for (_, at, span), sums in self._received.items()}
+        adopted(self, view, report)
         self._received = old | self._received
 
-    _changed(patch, Engine, "_adopt", adopt)
+    _changed(patch, Contributions, "adopt", adopt)
 
 
 @plant
 def slices_count_as_whole_sums(patch: pytest.MonkeyPatch) -> None:
-    def stop(stopped: Callable[..., Any], self: _Round) -> Any:
+    def stop(stopped: Callable[..., Any], self: Exchange) -> Any:
         self.apart = False
         return stopped(self)
 
-    _changed(patch, _Round, "stop", stop)
+    _changed(patch, Exchange, "stop", stop)
 
 
 @plant

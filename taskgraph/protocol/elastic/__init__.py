@@ -9,7 +9,11 @@ is the number of totals that it holds. The protocol is virtual synchrony: views 
     succession    which view follows: without lost workers, or with a single one
     transactions  those that change the view, and end the job
     flush         what the workers of a new view hold, and what follows: pure functions of the workers' reports
-    worker        one worker: what it computes, sends and completes
+    exchange      the contributions of a view to the position at work: when its total is complete
+    round         the position at work on one worker: which parts it computes, which sums it holds
+    stability     which totals all workers of the view are known to hold
+    worker        one worker: what follows from each event
+    actions       what it wants its caller to do
 
 Three rules carry the safety; each module says which of them it keeps.
 

@@ -12,13 +12,12 @@ A total is known by its *history*: a digest of all totals up to it, which says f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from taskgraph.elastic_jobs.adding import Total
-from taskgraph.elastic_jobs.engine import chained
+from taskgraph.elastic_jobs.adding import Total, chained
 from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.worker import Phase
@@ -107,24 +106,18 @@ class Checks:
         self._watch_reports(node)
 
     def _watch_engine(self, node: ElasticNode, engine: Engine) -> None:
-        hold, catch_up, stable = engine._hold_total, engine.catch_up, engine._stable
+        hold, stable = engine.totals.hold, engine._stable
 
         def held(position: int, total: Total) -> None:
             hold(position, total)
             self._note(node, position, total.sums())
-
-        def caught_up(position: int, totals: Sequence[Sums]) -> None:
-            for at, total in enumerate(totals, position):
-                self._note(node, at, total)
-            catch_up(position, totals)
 
         def told_stable(position: int) -> None:
             with _Failing(self._fail):
                 self._check_stable(node, position)
             stable(position)
 
-        engine._hold_total = held  # type: ignore[method-assign]
-        engine.catch_up = caught_up  # type: ignore[method-assign]
+        engine.totals.hold = held  # type: ignore[method-assign]
         engine._stable = told_stable
 
     def _watch_reports(self, node: ElasticNode) -> None:

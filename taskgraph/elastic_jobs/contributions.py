@@ -1,0 +1,212 @@
+"""The sums of the position at work: what this worker computed, what the others sent, and the total made of both.
+
+    user code ──sums of spans──► own ──encoded──► the other workers
+                                  │
+    other workers ──► received ──►├──added along the tree when user code wants it──► the total
+                                  └──in slices (`slices`), or by another communicator (`together`)──► the total
+
+The core decides which spans are held, sent, added up and dropped (`protocol.elastic.round`), and when the total is
+complete (`protocol.elastic.exchange`); here are their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from taskgraph.elastic_jobs.adding import Finished, Outgoing, Total, add_up
+from taskgraph.elastic_jobs.slices import Slices, encode_slices
+from taskgraph.elastic_jobs.sums import Sums, decode_sums, encode_sums
+from taskgraph.protocol.elastic.actions import Contribution, SumTogether
+from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.tree import Span, halves
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.elastic.worker import Worker
+from taskgraph.protocol.messages import Encoded, PartSums, SliceSum
+
+if TYPE_CHECKING:
+    from taskgraph.elastic_jobs.outbox import Outboxes
+    from taskgraph.elastic_jobs.together import Together
+    from taskgraph.node.core import NodeCore
+
+__all__ = ["Contributions"]
+
+
+class Contributions:
+    """The values of one worker's position at work.
+
+    Args:
+        together: makes the totals of what the workers of a view hold; None: all workers send each other their sums.
+        changed: called when the total was made meanwhile.
+    """
+
+    def __init__(
+        self, node: NodeCore, core: Worker, outboxes: Outboxes, together: Together | None, changed: Callable[[], None]
+    ) -> None:
+        self._node = node
+        self._core = core
+        self._outboxes = outboxes
+        self._together = together
+        self._changed = changed
+        self._own: dict[Span, Sums] = {}
+        self._encoded: dict[tuple[Span, ...], Outgoing] = {}  # own sums that user code's thread has encoded
+        self._received: dict[tuple[int, int, Span], Sums] = {}  # by view, position and span
+        self._slices = Slices(node, self._send_slice, changed)
+        self._summed: Total | None = None  # the workers of the view made it together
+
+    # -- what this worker computed ----------------------------------------------------------------
+
+    def encode_ahead(self, sums: Sequence[Sums]) -> Outgoing | None:
+        """Encodes large sums for the others of the view, in user code's thread. None: they are small, or not sent."""
+        dealt = self._core.dealt
+        if self._together is not None or not any(each.is_large for each in sums):
+            return None
+        others = [worker for worker in dealt.due if worker != self._node.id]
+        return Outgoing(dealt.view, self._encode(sums, others, dealt.owners if self.are_large(sums) else ()))
+
+    def hold(self, finished: Finished) -> None:
+        """Holds the sums of parts that user code has finished."""
+        self._own |= finished.sums
+        if finished.encoded is not None and finished.encoded.view == self._core.number:
+            self._encoded[tuple(finished.sums)] = finished.encoded
+
+    def are_large(self, sums: Iterable[Sums]) -> bool:
+        """True if sums are large enough to be added up in slices."""
+        least = self._node.settings.sliced_bytes
+        return any(sum(array.nbytes for array in each.arrays) >= least for each in sums)
+
+    def merge(self, span: Span) -> None:
+        """Replaces the sums of both halves of a span by their sum."""
+        first, second = halves(span)
+        self._own[span] = self._own.pop(first).add(self._own.pop(second), self._node.router.allocate)
+
+    def drop(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            self._own.pop(span, None)
+
+    def send(self, contribution: Contribution, owners: tuple[str, ...]) -> None:
+        """Sends a contribution to all other workers of the view."""
+        assert self._core.view is not None
+        spans = contribution.spans
+        encoded = self._encoded.pop(spans, None)
+        if encoded is None:
+            others = [worker for worker in self._core.view.workers if worker != self._node.id]
+            values = self._encode([self._own[span] for span in spans], others, owners)
+        else:
+            values = encoded.values
+        view, position = contribution.view, contribution.position
+        named = tuple((span.first, span.end) for span in spans)
+        for worker, value in values.items():
+            message = PartSums(view, position, named, contribution.tag, value, contribution.apart)
+            self._outboxes.to(worker).put(view, message)
+
+    def _encode(self, sums: Sequence[Sums], others: Sequence[str], owners: Sequence[str]) -> dict[str, Encoded]:
+        if owners or self._together is not None:
+            return encode_slices(sums, owners, others, self._node.router.allocate)
+        return dict.fromkeys(others, encode_sums(sums, self._node.router.allocate)) if others else {}
+
+    # -- what others sent -------------------------------------------------------------------------
+
+    def receive(self, message: PartSums) -> Contribution:
+        """Keeps the sums of another worker's contribution, and returns the contribution."""
+        spans = tuple(Span(*span) for span in message.spans)
+        if message.view >= self._core.number and message.position >= self._core.position:
+            for span, sums in zip(spans, decode_sums(message.value), strict=True):
+                self._received.setdefault((message.view, message.position, span), sums)
+        there = (self._received.get((message.view, message.position, span)) for span in spans)
+        large = self._together is None and (message.apart or self.are_large(filter(None, there)))
+        return Contribution(message.view, message.position, spans, message.tag, large, message.apart)
+
+    def receive_slice(self, worker: str, message: SliceSum) -> None:
+        """Keeps the sum of a slice of another worker."""
+        if message.view >= self._core.number and message.position >= self._core.position:
+            [sums] = decode_sums(message.value)
+            self._slices.put(message.view, message.position, worker, sums)
+
+    def _send_slice(self, view: int, message: SliceSum) -> None:
+        self._outboxes.put_all(view, message)
+
+    # -- the total --------------------------------------------------------------------------------
+
+    def total(self, position: int, spans: Iterable[Span]) -> Total:
+        """Returns the total of a position that is complete with these spans."""
+        if self._summed is not None:
+            total, self._summed = self._summed, None
+            return total
+        there = self._there(position, spans)
+        add = partial(add_up, there, _whole(spans), self._node.router.allocate)
+        return Total(add, sum(sums.nbytes for sums in there.values()))
+
+    def sum_together(self, action: SumTogether) -> None:
+        """Adds up what this worker contributed with what the others of the view did, and calls the core's `summed`."""
+        there = self._there(action.position, action.spans)
+        whole = add_up({span: sums.without_arrays() for span, sums in there.items()}, _whole(action.spans))
+        if whole.is_unlike:
+            self._summed = Total.of(whole)
+            self._core.summed(action.view, action.position)
+        elif self._together is not None:
+            self._node.own(self._sum_by(self._together, action, whole), "sum together")
+        else:
+            own = {span: sums for span, sums in there.items() if span in self._own}
+            received = {span: sums for span, sums in there.items() if span not in own}
+            self._slices.begin(action, own, received, whole)
+
+    async def _sum_by(self, together: Together, action: SumTogether, whole: Sums) -> None:
+        mine = [self._own[span].arrays for span in sorted(self._own)]
+        arrays = await together.sum(action.view, Sums.zeros(whole.layout).arrays, mine)
+        if arrays is not None and action.view == self._core.number:
+            self._summed = Total.of(Sums(whole.layout, arrays, whole.collected))
+            self._core.summed(action.view, action.position)
+            self._changed()
+
+    def take_sliced(self) -> bool:
+        """Takes the total that was added up in slices, once it is there."""
+        made = self._slices.take()
+        if made is None:
+            return False
+        at, self._summed = made
+        self._core.summed(at.view, at.position)
+        return True
+
+    @property
+    def awaited_slices(self) -> tuple[str, ...]:
+        """The other workers whose sums of slices this one waits for."""
+        return self._slices.awaited
+
+    def _there(self, position: int, spans: Iterable[Span]) -> dict[Span, Sums]:
+        """Returns what this worker and the others of the view contributed."""
+        return {span: self._own.get(span) or self._received[self._core.number, position, span] for span in spans}
+
+    # -- what follows -----------------------------------------------------------------------------
+
+    def adopt(self, view: View, report: Report) -> None:
+        """Holds the spans of a report, also those that were received in the view before, and nothing else."""
+        number, at = view.number, report.position
+        before = {
+            span: sums
+            for (view_then, position, span), sums in sorted(self._received.items(), key=_by_view)
+            if view_then < number and position == at
+        }
+        self._own = {span: self._own.get(span) or before[span] for span in report.held}
+        self._summed = None
+        self._encoded.clear()
+        self._received = {key: sums for key, sums in self._received.items() if key[0] >= number}
+        self._slices.drop(number, at)
+        if self._together is not None:
+            self._together.follow(view)
+
+    def end(self, position: int) -> None:
+        """Keeps nothing of a position, whose total this worker holds."""
+        self._own.clear()
+        self._encoded.clear()
+        self._received = {key: sums for key, sums in self._received.items() if key[1] > position}
+        self._slices.drop(self._core.number, position + 1)
+
+
+def _whole(spans: Iterable[Span]) -> Span:
+    return Span(0, max(span.end for span in spans))
+
+
+def _by_view(item: tuple[tuple[int, int, Span], Sums]) -> int:
+    return item[0][0]

@@ -1,0 +1,106 @@
+"""Messages of other workers: their values are kept, and the core hears of them.
+
+Messages of an older view change nothing. Those of a newer one, which this worker has not read, wait here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from taskgraph.elastic_jobs.adding import Total
+from taskgraph.elastic_jobs.contributions import Contributions
+from taskgraph.elastic_jobs.sums import decode_sums
+from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.tree import Span
+from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.worker import Phase, Worker
+from taskgraph.protocol.messages import (
+    Call,
+    FirstPart,
+    GroupKey,
+    HoldsTotals,
+    PartSums,
+    SliceSum,
+    Totals,
+    WorkerReport,
+)
+
+if TYPE_CHECKING:
+    from taskgraph.elastic_jobs.together import Together
+
+__all__ = ["Inbox"]
+
+
+class Inbox:
+    """Takes messages for one worker.
+
+    Args:
+        hold: called with a position and its total, which the donor of a view sent.
+
+    Attributes:
+        first_parts: position -> a newcomer, and the digest of its first part.
+    """
+
+    def __init__(
+        self,
+        core: Worker,
+        contributions: Contributions,
+        together: Together | None,
+        hold: Callable[[int, Total], None],
+    ) -> None:
+        self._core = core
+        self._contributions = contributions
+        self._together = together
+        self._hold = hold
+        self._early: list[tuple[str, Call]] = []  # messages of a view that this worker has not read
+        self.first_parts: dict[int, tuple[str, FirstPart]] = {}
+
+    def receive(self, worker: str, message: Call) -> None:
+        """Takes a message, now or later."""
+        if not self._take(worker, message):
+            self._early.append((worker, message))
+
+    def take_early(self) -> bool:
+        """Takes the messages that can be taken now. Returns True if there were some."""
+        early, self._early = self._early, []
+        self._early += [(worker, message) for worker, message in early if not self._take(worker, message)]
+        return len(self._early) < len(early)
+
+    def _take(self, worker: str, message: Call) -> bool:
+        """Returns False if the message is of a view that this worker has not read."""
+        core = self._core
+        match message:
+            case WorkerReport():
+                view = View(message.number, message.lineage, tuple(Entry(*entry) for entry in message.workers))
+                held = tuple(Span(*span) for span in message.held)
+                return core.report(worker, view, Report(message.position, message.whole, held, message.begun))
+            case PartSums():
+                return core.contribution(worker, self._contributions.receive(message))
+            case SliceSum():
+                self._contributions.receive_slice(worker, message)
+            case Totals():
+                return self._take_totals(message)
+            case HoldsTotals():
+                return core.holds(worker, message.view, message.position)
+            case FirstPart():
+                if message.view > core.number:
+                    return False
+                self.first_parts[message.position] = worker, message
+            case GroupKey():
+                if self._together is not None and message.view >= core.number:
+                    return self._together.put_key(message.view, message.key, message.content)
+            case _:
+                raise TypeError(f"no message of an elastic job: {message!r}")
+        return True
+
+    def _take_totals(self, message: Totals) -> bool:
+        core = self._core
+        if message.view > core.number or core.phase == Phase.FLUSHING:
+            return False
+        for position, total in enumerate(decode_sums(message.value), message.position):
+            before = core.position
+            core.total(message.view, position)
+            if core.position > before:
+                self._hold(position, Total.of(total))
+        return True

@@ -1,0 +1,173 @@
+"""What a worker (`worker`) wants its caller to do: send a message, add sums up, keep a total, drop a value.
+
+The caller carries the actions out in order. It keeps the values: the sum of each held span, and each total, until an
+action drops them.
+"""
+
+from __future__ import annotations
+
+from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.tree import Span
+from taskgraph.protocol.elastic.views import View
+from taskgraph.protocol.frozen import frozen
+
+__all__ = [
+    "Action",
+    "Complete",
+    "Contribute",
+    "Contribution",
+    "Differ",
+    "Drop",
+    "GiveTotals",
+    "Holds",
+    "Merge",
+    "NoneWhole",
+    "Outside",
+    "SendReport",
+    "Stable",
+    "SumTogether",
+]
+
+
+@frozen
+class Contribution:
+    """A message: the sums of these spans of a position, which the sender is the source of.
+
+    Attributes:
+        tag: a digest of all totals so far and of what user code asks for.
+        large: the sums are large enough to be added up in slices.
+        apart: the message has no whole sums: the workers of the view add up together.
+    """
+
+    view: int
+    position: int
+    spans: tuple[Span, ...]
+    tag: bytes
+    large: bool = False
+    apart: bool = False
+
+
+@frozen
+class SendReport:
+    """Send the report to all other workers of the view, with the view: a worker that has not read it reads it so.
+
+    Hold the sums that the report names, also those that were received, and drop all others of the position at work.
+    """
+
+    view: View
+    report: Report
+
+
+@frozen
+class Contribute:
+    """Send the contribution to all other workers of the view, with the sums.
+
+    Attributes:
+        owners: if the sums are added up in slices, the workers that own one each: send each of them its slice.
+    """
+
+    contribution: Contribution
+    owners: tuple[str, ...] = ()
+
+
+@frozen
+class Merge:
+    """Replace the sums of both halves by their sum."""
+
+    span: Span
+
+
+@frozen
+class Drop:
+    """Drop the held sums of these spans of the position at work."""
+
+    spans: tuple[Span, ...]
+
+
+@frozen
+class Complete:
+    """Add the held spans of this position, along the tree: that is the total. Keep it until it is stable."""
+
+    position: int
+    spans: tuple[Span, ...]
+
+
+@frozen
+class SumTogether:
+    """Add up what this worker contributed with what all others did, in the same way on all workers; then call `summed`.
+
+    Attributes:
+        spans: of all workers; together they have all parts.
+        owners: the workers that own a slice each; none with another communicator.
+    """
+
+    view: int
+    position: int
+    spans: tuple[Span, ...]
+    owners: tuple[str, ...]
+
+
+@frozen
+class GiveTotals:
+    """Send the totals `first` to `end - 1` to a worker that lacks them."""
+
+    view: int
+    to: str
+    first: int
+    end: int
+
+
+@frozen
+class Stable:
+    """All workers of the view hold the totals below `position`; said again once `all_whole` is true."""
+
+    position: int
+
+
+@frozen
+class Holds:
+    """Tell all other workers of the view that this one holds the totals below `position`."""
+
+    view: int
+    position: int
+
+
+@frozen
+class Differ:
+    """The tags of the workers differ at this position: their totals do, their state, or what their user code asks for.
+
+    Attributes:
+        outvoted: the workers to exclude: all but the largest group of equal tags; of several, the one with the most
+            senior worker stays.
+    """
+
+    position: int
+    outvoted: tuple[str, ...]
+
+
+@frozen
+class Outside:
+    """This worker is in no view: compute nothing more, and keep the state whose last total was stable."""
+
+
+@frozen
+class NoneWhole:
+    """No whole worker is left in this view: only a return to a checkpoint can go on."""
+
+    view: int
+
+
+Action = (
+    SendReport
+    | Contribute
+    | Merge
+    | Drop
+    | SumTogether
+    | Complete
+    | GiveTotals
+    | Holds
+    | Stable
+    | Differ
+    | Outside
+    | NoneWhole
+)

@@ -1,0 +1,142 @@
+"""The contributions of a view to the position at work: when its total is complete.
+
+1. A position is complete with the contributions of all workers of the view. Each has to cover the parts that the worker
+   is *due* to contribute; a worker without parts sends an empty one.
+2. Contributions carry a *tag*, a digest of all totals so far and of what user code asked for. A position whose tags
+   differ is never complete: the next view is without the outvoted workers.
+3. The workers of a view may add up together: by another communicator, or, if the sums are large, in slices. Each worker
+   with parts then *owns* a range of the elements: it gets this slice of all sums, and sends the sum of the slice to all
+   others. Such contributions carry no whole sums (`apart`): a worker holds its own sums only. Adding begins once all
+   contributions are there. The position is complete for the workers that got the total; a view that comes first ends
+   the attempt, and nothing of it is used in the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from taskgraph.protocol.elastic.actions import Complete, Contribution, Differ, SumTogether
+from taskgraph.protocol.elastic.flush import Outcome, deal_all
+from taskgraph.protocol.elastic.tree import Span
+from taskgraph.protocol.elastic.views import View
+
+__all__ = ["NOT_DEALT", "Dealt", "Exchange"]
+
+_FEWEST_OWNERS = 3
+"""Two workers send each other all sums: slices would be as many bytes, and one message later."""
+
+
+class Dealt(NamedTuple):
+    """Which parts of the position at work the contributions of each worker have to cover.
+
+    Attributes:
+        view: the number of the view.
+        due: worker -> parts; empty until the parts are dealt.
+    """
+
+    view: int
+    due: Mapping[str, frozenset[int]]
+
+    @classmethod
+    def of(cls, view: View, parts: int, outcome: Outcome | None = None) -> Dealt:
+        """Deals the parts of a position.
+
+        Args:
+            parts: their number.
+            outcome: of the view's flush, if the flush ended at this position.
+        """
+        dealt = deal_all(view, parts) if outcome is None else outcome.deal(parts)
+        due = {worker: set(dealt.get(worker, ())) for worker in view.workers}
+        for span, worker in () if outcome is None else outcome.sources.items():
+            due[worker].update(span.parts)
+        return cls(view.number, {worker: frozenset(parts) for worker, parts in due.items()})
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The workers that own a slice each, if sums are large; none if there are too few."""
+        owners = tuple(worker for worker, parts in self.due.items() if parts)
+        return owners if len(owners) >= _FEWEST_OWNERS else ()
+
+
+NOT_DEALT = Dealt(-1, {})
+
+
+class Exchange:
+    """The contributions of the workers of a view to one position.
+
+    Attributes:
+        received: worker -> the spans that it contributed in this view, in the order of arrival.
+        tags: worker -> the tag of its contributions.
+        outvoted: workers whose tags differ; what they contribute is dropped.
+        large: the sums are large enough for slices; also known in later views.
+        apart: contributions of this view have no whole sums.
+        summing: the workers of this view add up together; `summed`: they have.
+    """
+
+    __slots__ = ("apart", "large", "outvoted", "received", "summed", "summing", "tags")
+
+    def __init__(self) -> None:
+        self.received: dict[str, list[Span]] = {}
+        self.tags: dict[str, bytes] = {}
+        self.outvoted: tuple[str, ...] = ()
+        self.large = self.apart = self.summing = self.summed = False
+
+    def stop(self) -> set[Span]:
+        """Ends the exchange of a view. Returns the spans whose sums this worker has received."""
+        whole = set[Span]() if self.apart else {span for spans in self.received.values() for span in spans}
+        self.received, self.tags, self.outvoted = {}, {}, ()
+        self.apart = self.summing = self.summed = False
+        return whole
+
+    def receive(self, worker: str, contribution: Contribution) -> None:
+        """Takes a contribution to this position."""
+        if worker in self.outvoted:
+            return
+        self.tags[worker] = contribution.tag
+        self.large |= contribution.large
+        self.apart |= contribution.apart
+        spans = self.received.setdefault(worker, [])
+        spans += [span for span in contribution.spans if span not in spans]
+
+    def covered(self, worker: str, due: Mapping[str, frozenset[int]]) -> bool:
+        """True if the worker contributed all that it has to."""
+        spans = self.received.get(worker)
+        return spans is not None and due[worker].issubset({part for span in spans for part in span.parts})
+
+    def decide(
+        self, view: View, position: int, dealt: Dealt, tag: bytes, *, together: bool
+    ) -> Complete | SumTogether | Differ | None:
+        """Returns what follows from the contributions; None: nothing yet.
+
+        Tags are compared as soon as there is one of each worker: workers that differ may wait for different parts.
+
+        Args:
+            tag: of this worker.
+            together: another communicator makes the totals.
+        """
+        due = dealt.due
+        if not due or self.outvoted or not self.tags.keys() >= due.keys():
+            return None
+        if any(other != tag for other in self.tags.values()):
+            self.outvoted = _outvoted(view.workers, self.tags)
+            for worker in self.outvoted:  # what they sent may rest on a wrong state: the next view does not hold it
+                del self.received[worker]
+            return Differ(position, self.outvoted)
+        if not all(self.covered(worker, due) for worker in due):
+            return None
+        spans = tuple(sorted(span for spans in self.received.values() for span in spans))
+        if not self.apart or self.summed:
+            return Complete(position, spans)
+        if self.summing:
+            return None
+        self.summing = True
+        return SumTogether(view.number, position, spans, () if together else dealt.owners)
+
+
+def _outvoted(workers: Sequence[str], tags: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Returns the workers without the tag that most workers have; see `Differ`. `workers` is in order of seniority."""
+    counts = Counter(tags[worker] for worker in workers)  # in the order of the most senior worker with each tag
+    chosen = max(counts, key=counts.__getitem__)
+    return tuple(worker for worker in workers if tags[worker] != chosen)

@@ -1,0 +1,166 @@
+"""The round at work on one worker: which parts it computes, and which sums it holds.
+
+    waiting ──taken by user code──► begun ──finished──► own ──added to its neighbours──► a target ──► contributed
+
+1. A worker contributes the sums of the spans that it is the source of, once user code has reached the position. The
+   flush of a view says what it is the source of; of a position that begins in the view, each worker has a range.
+2. It adds up its spans along the tree, to the fewest spans that have its parts: its *targets*.
+3. A part that user code has begun stays with this worker, also over a change of the view.
+4. Parts of the next position may be given out together with a total (`give_ahead`), as if it had as many parts as the
+   one before. Reports name them as begun.
+
+What all workers contribute is in the round's `exchange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from taskgraph.protocol.elastic.actions import Drop, Merge
+from taskgraph.protocol.elastic.exchange import NOT_DEALT, Dealt, Exchange
+from taskgraph.protocol.elastic.flush import Outcome
+from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
+from taskgraph.protocol.elastic.views import View
+
+__all__ = ["Round"]
+
+
+class Round:
+    """What a worker knows of the position at work.
+
+    Args:
+        me: the worker's node id.
+        parts_before: the number of parts of the position before; 0: unknown.
+
+    Attributes:
+        parts: the number of parts; 0 until user code has reached the position.
+        tag: see `Contribution`.
+        own: spans of which this worker holds the sum, other than those received in this view.
+        begun: parts that user code has begun to compute, or finished, or will as soon as it is there.
+        ahead: the number of parts with which some were given out before user code was there; 0: none were.
+        dealt: in this view.
+        foreseen: what will be dealt, if parts were given out before user code was there.
+        waiting: parts dealt to this worker that user code has not begun, in order.
+        targets: spans that this worker contributes.
+        exchange: the contributions of all workers of this view.
+    """
+
+    __slots__ = (
+        *("_me", "ahead", "begun", "dealt", "exchange", "foreseen"),
+        *("own", "parts", "parts_before", "tag", "targets", "waiting"),
+    )
+
+    def __init__(self, me: str, parts_before: int = 0) -> None:
+        self._me = me
+        self.parts_before = parts_before
+        self.parts = self.ahead = 0
+        self.tag = b""
+        self.own: set[Span] = set()
+        self.begun: set[int] = set()
+        self.dealt = self.foreseen = NOT_DEALT
+        self.waiting: list[int] = []
+        self.targets: tuple[Span, ...] = ()
+        self.exchange = Exchange()
+
+    @property
+    def due(self) -> Mapping[str, frozenset[int]]:
+        """worker -> the parts that it contributes in this view; empty until they are dealt."""
+        return self.dealt.due
+
+    # -- a change of the view ---------------------------------------------------------------------
+
+    def stop(self) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+        """Ends the exchange of a view. Returns the spans held, and the parts begun that are not among them."""
+        self.own.update(self.exchange.stop())
+        self.dealt = self.foreseen = NOT_DEALT
+        self.waiting, self.targets = [], ()
+        return tuple(sorted(self.own)), tuple(sorted(self.begun - self._held()))
+
+    def keep(self, outcome: Outcome) -> tuple[Span, ...]:
+        """Keeps the spans that this worker is the source of. Returns the others."""
+        kept = {
+            span
+            for span in self.own
+            if outcome.sources.get(span) == self._me or all(outcome.begun.get(part) == self._me for part in span.parts)
+        }
+        dropped = tuple(sorted(self.own - kept))
+        self.own = kept
+        self.begun &= {part for part, worker in outcome.begun.items() if worker == self._me}
+        self.begun.difference_update(part for span in dropped for part in span.parts)
+        return dropped
+
+    def _held(self) -> set[int]:
+        return {part for span in self.own for part in span.parts}
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def give_ahead(self, view: View) -> tuple[int, tuple[int, ...]]:
+        """Gives out parts before user code has reached the position. Returns their number in all, and those of this
+        worker; 0: there are none."""
+        if self.parts:
+            return 0, ()
+        self.foreseen = Dealt.of(view, self.parts_before)
+        self.ahead, mine = self.parts_before, tuple(sorted(self.foreseen.due[self._me]))
+        self.begun.update(mine)
+        return self.ahead, mine
+
+    def begin(self, parts: int, tag: bytes) -> None:
+        """User code has reached the position. If it has another number of parts, those given out ahead are void."""
+        if self.ahead != parts:
+            self.begun.clear()
+        self.parts, self.tag = parts, tag
+
+    def deal(self, view: View, outcome: Outcome | None) -> list[Merge]:
+        """Deals the parts in this view. Returns the sums to make of what this worker holds already.
+
+        Args:
+            outcome: of the view's flush, if the flush ended at this position.
+        """
+        self.dealt = Dealt.of(view, self.parts, outcome)
+        mine = self.due[self._me]
+        self.targets = cover(mine, self.parts)
+        self.waiting = sorted(mine - self._held() - self.begun)
+        merged: list[Merge] = []
+        for span in sorted(self.own):
+            if span in self.own:  # not added to its neighbour meanwhile
+                merged += self._add(span)
+        return merged
+
+    def take_parts(self, most: int | None) -> list[int]:
+        """Returns parts for user code, at most this number."""
+        taken = self.waiting[:most]
+        del self.waiting[:most]
+        self.begun.update(taken)
+        return taken
+
+    def finish(self, spans: Iterable[Span]) -> tuple[list[Merge | Drop], tuple[Span, ...]]:
+        """User code has finished the parts of these spans. Returns what to do with their sums, and the targets that
+        have some of these parts."""
+        changes: list[Merge | Drop] = []
+        finished: set[int] = set()
+        for span in spans:
+            if not self.due:
+                self.own.add(span)  # the outcome of the flush says whether it is kept
+            elif self.due[self._me].issuperset(span.parts):
+                self.waiting = [part for part in self.waiting if part not in span.parts]  # dealt again meanwhile
+                changes += self._add(span)
+                finished.update(span.parts)
+            else:  # some of its parts have another source: this worker computes the others anew
+                self.begun.difference_update(span.parts)
+                self.waiting = sorted({*self.waiting, *(self.due[self._me] & {*span.parts})})
+                changes.append(Drop((span,)))
+        return changes, tuple(target for target in self.targets if not finished.isdisjoint(target.parts))
+
+    def _add(self, span: Span) -> list[Merge]:
+        """Holds a span. Returns the sums that it makes possible, each after its halves."""
+        self.own.add(span)
+        merged: list[Merge] = []
+        while span not in self.targets:
+            above = parent(span, self.parts)
+            if above is None or not self.own.issuperset(halves(above)):
+                break
+            self.own.difference_update(halves(above))
+            self.own.add(above)
+            merged.append(Merge(above))
+            span = above
+        return merged
