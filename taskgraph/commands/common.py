@@ -159,18 +159,21 @@ class NewToken:
             remove_file(self.path)
 
 
-def token_for(options: argparse.Namespace, otherwise: Path | None = None) -> NewToken | None:
+def token_for(options: argparse.Namespace, otherwise: Path | None = None, *, again: bool = False) -> NewToken | None:
     """Returns the token of a new job, from the named file. Writes the file with a new token if it is missing.
 
     Args:
         otherwise: the file to write if none is named; None: no file.
+        again: the command may have been started before: a file that it wrote then counts as named.
     """
     path = _token_path(options)
     if path is not None and path.exists():
         return NewToken(_read_token(path), path, False)
-    named, path = path is not None, path or otherwise
+    named, path = path is not None or again, path or otherwise
     if path is None:
         return None
+    if again and path.exists():
+        return NewToken(_read_token(path), path, False)
     token = secrets.token_hex(32)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -31,7 +31,7 @@ from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done
 
-__all__ = ["events", "result", "status"]
+__all__ = ["events", "print_event", "print_values", "result", "status"]
 
 _WATCH_S = 1.0
 _COMMITS = 100
@@ -257,12 +257,13 @@ def print_event(event: Event, *, as_json: bool) -> None:
 def result(options: argparse.Namespace) -> int:
     """Prints the result of an ended job."""
     if (kept := _finished(options)) is not None:
-        _print_result(kept.result_of(options.job), as_json=options.json)
+        print_values(kept.result_of(options.job), as_json=options.json)
         return 0
     return uvloop.run(_result(options))
 
 
-def _print_result(found: dict[str, Any], *, as_json: bool) -> None:
+def print_values(found: dict[str, Any], *, as_json: bool) -> None:
+    """Prints a result as `KeptJob.parsed_result` has it."""
     if as_json:
         print(json.dumps(found), flush=True)
         return
@@ -282,7 +283,7 @@ async def _result(options: argparse.Namespace) -> int:
         if kept.state == State.RUNNING:
             raise _still_running(reached.name)
         if kept.result or kept.state != State.FINISHED:
-            _print_result(kept.result_of(reached.name), as_json=options.json)
+            print_values(kept.result_of(reached.name), as_json=options.json)
         else:
             await _collect_and_print(reached, as_json=options.json)
         return 0
@@ -307,7 +308,7 @@ async def _collect_and_print(reached: FoundJob, *, as_json: bool) -> None:
             found = structs.replace(kept, not_kept=lost).result_of(reached.name)
         else:
             found = follower.kept.parsed_result if follower.kept.result else json.loads(collected.to_json())
-        _print_result(found, as_json=as_json)
+        print_values(found, as_json=as_json)
         if follower.only_on_nodes and as_json:  # not before all of it is written
             await follower.mark_taken()
         elif follower.only_on_nodes:

@@ -21,6 +21,11 @@ __all__ = ["logs", "place_job", "place_of", "scale"]
 
 def place_job(options: argparse.Namespace, job: Job) -> int:
     """Starts a job and its nodes with a launcher, or prints what that would do (--dry-run)."""
+    for name in ("wait", "result", "run"):
+        if getattr(options, name):
+            raise JobError(
+                f"--{name} goes without --on: `taskgraph result {job.name}` has the values once it has ended"
+            )
     launcher = find_launcher(options.on)
     request = _request(options, job, token="")
     if options.dry_run:

@@ -23,10 +23,10 @@ from taskgraph.coordination.api import AccessRefused, Coordinator
 from taskgraph.coordination.opening import opened
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import DecodeError, JobError
-from taskgraph.jobs import JobFunction
+from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.runtime import JobEntry
-from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.keys import NAME_RULE, Keys, is_name
 from taskgraph.protocol.view import decode_key
 from taskgraph.transport.hello import token_mark
 
@@ -41,24 +41,26 @@ def submit(options: argparse.Namespace, function: JobFunction[...] | None = None
 
         return place_job(options, job)
     _check_without_launcher(options)
+    _check_nodes(options, job)
     etcd = etcd_of(options)
     if etcd is None:
         raise JobError("submit needs your etcd: give --etcd, or use `taskgraph run`, which brings its own")
     spec = JobSpec.of(job, expected_nodes=options.nodes or 0)
     if options.run is not None:
         spec = dataclasses.replace(spec, run=options.run)
-    token = token_for(options, Path(f"{spec.name}.token"))
+    token = token_for(options, Path(f"{spec.name}.token"), again=options.run is not None)
     assert token is not None
     spec = dataclasses.replace(spec, token_mark=token_mark(bytes.fromhex(token.token)))
     try:
-        uvloop.run(_put(options, etcd, spec))
+        new = uvloop.run(_put(options, etcd, spec))
     except _NotSubmitted as error:
         token.forget()
         raise error.why from None
     if token.written:
         print(f"wrote the job's token to {token.path}, which only you can read")
     if options.wait:
-        print(f"submitted job {spec.name} with driver {spec.fingerprint}", flush=True)
+        how = f"with driver {spec.fingerprint}" if new else "before (--run): this command follows it"
+        print(f"submitted job {spec.name} {how}", flush=True)
         return uvloop.run(_wait(options, etcd, spec, token))
     print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes on any host that has the driver")
     print("(on several hosts each with --listen HOST, a name or address that the others can reach):")
@@ -77,6 +79,18 @@ def _check_without_launcher(options: argparse.Namespace) -> None:
         raise JobError("--result goes with --wait: without it `taskgraph result` has the values")
 
 
+def _check_nodes(options: argparse.Namespace, job: Job) -> None:
+    """Checks --run, and --nodes of --wait. Raises JobError."""
+    if options.run is not None and not is_name(options.run):
+        raise JobError(f"--run {options.run!r}: {NAME_RULE}")
+    if options.nodes is None:
+        return
+    if options.nodes < 1:
+        raise JobError(f"--nodes {options.nodes}: at least 1")
+    if job.min_nodes > options.nodes:
+        raise JobError(f"the job begins with {job.min_nodes} nodes (min_nodes), and is to have {options.nodes}")
+
+
 class _NotSubmitted(Exception):
     """The job did not get into etcd."""
 
@@ -85,16 +99,17 @@ class _NotSubmitted(Exception):
         self.why = why
 
 
-async def _put(options: argparse.Namespace, etcd: str, spec: JobSpec) -> None:
-    """Submits the job, unless that run was submitted before."""
+async def _put(options: argparse.Namespace, etcd: str, spec: JobSpec) -> bool:
+    """Submits the job; returns False if that run was submitted before."""
     submitting = False
     try:
         async with opened(etcd, access_of(options)) as coordinator:
             if options.run is not None and await _was_submitted(coordinator, spec):
-                return
+                return False
             planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
             submitting = True
             await begin(coordinator, planned, beginning)
+            return True
     except BaseException as error:  # also Ctrl-C
         if not submitting or isinstance(error, JobError | DecodeError | AccessRefused):  # else etcd may have the job
             raise _NotSubmitted(error) from None
@@ -125,5 +140,6 @@ async def _wait(options: argparse.Namespace, etcd: str, spec: JobSpec, token: Ne
             node_tls=node_tls_of(options),
             run=spec.run,
         )
-        submitted = decode_key(JobSpec.from_bytes, found, keys)
-        return await wait_for(FoundJob(spec.name, entry, submitted, coordinator), options)
+        reached = FoundJob(spec.name, entry, decode_key(JobSpec.from_bytes, found, keys), coordinator)
+        reached.check_token()  # a run that was submitted before may have another
+        return await wait_for(reached, options)

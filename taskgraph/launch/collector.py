@@ -133,7 +133,14 @@ class Collector(Follower):
         """Returns the tasks whose results a node gives."""
         return sorted(task for task, holder in self.view.result_holders().items() if holder == node)
 
-    async def collect(self, here: asyncio.Future[Any] | None = None, *, let_go: bool = True) -> JobResult | None:
+    async def collect(
+        self,
+        here: asyncio.Future[Any] | None = None,
+        *,
+        let_go: bool = True,
+        first: bool = False,
+        take: Callable[[JobResult], None] | None = None,
+    ) -> JobResult | None:
         """Returns the result of a finished job. Lets the nodes go once the result is kept.
 
         Returns None if another process collected it; if its nodes are gone, as `kept` says; or if the job is no
@@ -142,6 +149,8 @@ class Collector(Follower):
         Args:
             here: done once all nodes of this launcher have ended; before that some may be about to register.
             let_go: False: only look; nothing is kept, and the nodes stay.
+            first: this process is the job's run, so it waits for no other.
+            take: stores the result elsewhere before the nodes are let go. If it raises, they stay.
         """
         run = self._spec.run
 
@@ -150,7 +159,7 @@ class Collector(Follower):
             there = view.live_nodes(run) or (here is not None and not here.done())
             return view.collected or not self.finished or not there
 
-        if self._spec.expected_nodes:  # the run goes first, unless it has ended
+        if self._spec.expected_nodes and not first:  # the run goes first, unless it has ended
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_OTHERS_FIRST_S):
                     await self.keeper.wait_until(is_too_late, structure=True)
@@ -160,8 +169,12 @@ class Collector(Follower):
             await self._note_lost()
             return None
         result = self.assemble(found, max(each.lasted_s for each in found))  # this process may have come just now
+        if take is not None:
+            await _in_thread(lambda: take(result))
         if let_go:
             await self._keep_and_let_go(found, result)
+            if take is not None and self.only_on_nodes:
+                await self.mark_taken()
         return result
 
     async def _results_unless(self, is_too_late: Callable[[JobView], bool]) -> list[TaskResult] | None:
