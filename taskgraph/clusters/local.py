@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import glob
 import shlex
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from taskgraph.clusters.api import Request
@@ -15,9 +18,10 @@ from taskgraph.coordination.opening import opened
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch.begin import command
-from taskgraph.launch.follow import client_of
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.observe.format import counted
 from taskgraph.protocol.records import name_of
+from taskgraph.protocol.view import JobView
 
 __all__ = ["LocalLauncher"]
 
@@ -25,6 +29,15 @@ _LOOK_S = 0.05
 _STARTS_S = 60.0
 _TAIL = 20
 """Lines of a command that failed to show."""
+_ACCESS = {
+    "ca": "--etcd-ca",
+    "cert": "--etcd-cert",
+    "key": "--etcd-key",
+    "username": "--etcd-user",
+    "password_file": "--etcd-password-file",
+}
+"""The options for what `EtcdCoordinator.connect` takes. A password is in the environment, which the command inherits:
+all users of the host can read a command line."""
 
 
 class LocalLauncher:
@@ -45,44 +58,65 @@ class LocalLauncher:
         return f"{shlex.join(['taskgraph', *_words(request)])}\n"
 
     async def start(self, request: Request) -> dict[str, str]:
-        words, log = _words(request), Runtime().placed() / f"{request.job}.log"
-        await _started(request.job, words, log)
+        job, words, runtime = request.job, _words(request), Runtime()
+        if (running := runtime.find(job)) is not None:
+            raise JobError(
+                f"job {job!r} runs on this host already (process {running.pid}): `taskgraph shutdown {job}` ends it, "
+                f"or give this one another --name"
+            )
+        log = _log(job)
+        log.unlink(missing_ok=True)
+        process = _in_background(words, log)
+
+        async def has_begun() -> bool:
+            entry = runtime.find(job)
+            return entry is not None and entry.pid == process.pid
+
+        try:
+            await _wait_for(process, log, f"job {job!r}", has_begun)
+        except JobError:
+            log.unlink()
+            raise
         return {"log": str(log)}
 
     async def scale(self, job: str, where: Mapping[str, str], nodes: int) -> str:
+        if nodes < 1:
+            raise JobError(f"a job of this host has at least 1 node: `taskgraph shutdown {job}` ends it")
         entry = _entry(job)
-        async with opened(entry.etcd, entry.tls) as coordinator:
-            keeper = ViewKeeper(coordinator, job, refresh_s=0.1)
-            await keeper.load()
-            live = keeper.view.live_nodes(entry.run)
-            staying = sorted(node for node, record in live.items() if not record.draining)
-            for node in staying[nodes:]:
-                async with client_of(live[node], entry.token_bytes, entry.node_access) as client:
-                    await client.drain("taskgraph scale")
+        view = await _view(entry)
+        staying = _staying(entry, view)
         if leaving := staying[nodes:]:
-            return f"{', '.join(map(name_of, leaving))} hand over and leave"
-        if more := nodes - len(staying):
-            log = Runtime().placed() / f"{job}-more.log"
-            await _started(job, ["launch", job, "--nodes", str(more), "--replace"], log, first=False)
-            return f"{more} more started"
-        return f"it has {nodes} already"
+            return await _drain(entry, view, leaving)
+        if not (more := nodes - len(staying)):
+            return f"it has {nodes} already"
+
+        async def have_come() -> bool:
+            if runtime.find(job) is None:  # the job has ended meanwhile
+                return True
+            return len(_staying(entry, await _view(entry))) >= nodes
+
+        log, runtime = _log(job), Runtime()
+        process = _in_background(["launch", job, "--nodes", str(more), "--replace"], log)
+        await _wait_for(process, log, f"{counted(more, 'more node')} of job {job!r}", have_come)
+        return f"{more} more started"
 
     async def logs(self, job: str, where: Mapping[str, str], node: str | None, *, follow: bool) -> AsyncIterator[str]:
-        runtime = Runtime()
-        folder = runtime.logs(job) or runtime.kept_logs(job)
-
-        def files() -> Sequence[Path]:
-            return sorted(folder.glob(f"{node}.log" if node else "n*.log"))
-
-        if not files():
+        files, runtime = partial(_log_files, job, node), Runtime()
+        runs = runtime.find(job) is not None
+        if not files() and (node is not None or not (runs and follow)):
             named = f"node {node!r}" if node else "its nodes"
-            known = ", ".join(path.stem for path in sorted(folder.glob("n*.log"))) or "none"
+            known = ", ".join(path.stem for path in _log_files(job)) or "none"
             raise JobError(f"job {job!r}: no log of {named} is on this host; there are: {known}")
         async for line in follow_files(files, ended=lambda: not follow or runtime.find(job) is None):
             yield line
 
     async def stop(self, job: str, where: Mapping[str, str]) -> None:
         """The commands in the background end with the job."""
+        runtime = Runtime()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STARTS_S):
+                while runtime.find(job) is not None:  # noqa: ASYNC110 (no event tells)
+                    await asyncio.sleep(_LOOK_S)
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
         return []
@@ -91,7 +125,11 @@ class LocalLauncher:
 def _words(request: Request) -> list[str]:
     if request.extra_nodes:
         raise JobError("--extra-nodes: nodes of this host have no priorities: give all of them with --nodes")
-    access = [word for name, value in request.etcd_access.items() for word in (f"--etcd-{name}", value)]
+    if request.insecure:
+        raise JobError("--insecure-listen: nodes of this host listen for no other host; leave the option out")
+    access = [
+        word for name, option in _ACCESS.items() if (value := request.etcd_access.get(name)) for word in (option, value)
+    ]
     tls = [word for name, value in request.node_tls.items() for word in (f"--tls-{name}", value)]
     etcd = ["--etcd", request.etcd] if request.etcd else []
     token = ["--token-file", request.token_file] if request.token_file else []
@@ -103,34 +141,71 @@ def _words(request: Request) -> list[str]:
 
 def _entry(job: str) -> JobEntry:
     if (entry := Runtime().find(job)) is None:
-        raise JobError(f"job {job!r} has no nodes on this host any longer")
+        raise JobError(f"job {job!r} has no nodes on this host any longer: `taskgraph status {job}` says how it ended")
     return entry
 
 
-async def _started(job: str, words: Sequence[str], log: Path, *, first: bool = True) -> None:
-    """Starts a command in the background; returns once it has begun the job (or at once, to join it).
+async def _view(entry: JobEntry) -> JobView:
+    async with opened(entry.etcd, entry.tls) as coordinator:
+        keeper = ViewKeeper(coordinator, entry.name, refresh_s=_LOOK_S)
+        await keeper.load()
+        return keeper.view
 
-    Raises:
-        JobError: it ended before, with its last lines.
-    """
+
+def _staying(entry: JobEntry, view: JobView) -> list[str]:
+    """Returns the ids of the job's nodes that do not leave, the oldest first."""
+    live = view.live_nodes(entry.run)
+    return sorted((n for n in live if not live[n].draining), key=lambda n: view.nodes[n].create_revision)
+
+
+async def _drain(entry: JobEntry, view: JobView, nodes: Sequence[str]) -> str:
+    """Asks nodes to leave; returns a sentence."""
+    from taskgraph.launch.follow import client_of  # loads gRPC
+
+    for node in nodes:
+        async with client_of(view.nodes[node].record, entry.token_bytes, entry.node_access) as client:
+            await client.drain("taskgraph scale")
+    names = ", ".join(map(name_of, nodes))
+    return f"{names} hands over and leaves" if len(nodes) == 1 else f"{names} hand over and leave"
+
+
+def _log(job: str) -> Path:
+    """Returns the file for what the commands in the background print."""
+    return Runtime().placed() / f"{job}.log"
+
+
+def _log_files(job: str, node: str | None = None) -> Sequence[Path]:
+    """Returns the logs of the job's nodes, or of one, wherever they are now: they are moved when the job ends."""
     runtime = Runtime()
-    process = _in_background(words, log)
-    for _ in range(round(_STARTS_S / _LOOK_S)):
-        if not first or runtime.find(job) is not None:
-            return
-        if process.poll() is not None:
-            if process.returncode == 0:  # a short job has ended
-                return
-            raise JobError(f"job {job!r} was not started:\n{_last_lines(log)}")
-        await asyncio.sleep(_LOOK_S)
-    raise TaskGraphError(f"job {job!r} has not begun after {_STARTS_S:g} s: its command prints to {log}")
+    ended = runtime.find(job) is None and runtime.killed(job) is None
+    folder = runtime.kept_logs(job) if ended else runtime.left_logs(job)
+    return sorted(folder.glob(f"{glob.escape(node)}.log" if node else "n*.log")) if folder is not None else []
 
 
 def _in_background(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         return subprocess.Popen(
             command("taskgraph", *words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
+
+
+async def _wait_for(
+    process: subprocess.Popen[bytes], log: Path, what: str, done: Callable[[], Awaitable[bool]]
+) -> None:
+    """Waits until a command in the background has done something, or has ended well: a short job is over at once.
+
+    Raises:
+        JobError: it failed, with its last lines.
+        TaskGraphError: it takes too long.
+    """
+    for _ in range(round(_STARTS_S / _LOOK_S)):
+        code = process.poll()
+        if code == 0 or await done():
+            return
+        if code is not None:
+            raise JobError(f"{what}: the command that starts it ended with {code}. Its last lines:\n{_last_lines(log)}")
+        await asyncio.sleep(_LOOK_S)
+    raise TaskGraphError(f"{what}: not there after {_STARTS_S:g} s; the command that starts it prints to {log}")
 
 
 def _last_lines(log: Path) -> str:

@@ -1,6 +1,7 @@
 """What this host remembers of jobs that it submitted with `--on`: the launcher, and how to reach the job.
 
 {runtime}/placed/{name}.json    only the owner can read it: it has the token
+{runtime}/placed/{name}.log     what commands print that go on in the background
 """
 
 from __future__ import annotations
@@ -71,4 +72,6 @@ def placed_names() -> list[str]:
 
 
 def forget_placed(job: str) -> None:
-    remove_file(_folder() / f"{job}.json")
+    """Forgets a job, and what the commands printed that started its nodes."""
+    for kind in ("json", "log"):
+        remove_file(_folder() / f"{job}.{kind}")

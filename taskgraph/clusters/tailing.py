@@ -15,16 +15,18 @@ _CHUNK = 1 << 20
 async def follow_files(files: Callable[[], Sequence[Path]], *, ended: Callable[[], bool]) -> AsyncIterator[str]:
     """Yields the lines of files, without their ends; with several files each line begins with its file's name.
 
+    A file that is moved to another folder is the same file.
+
     Args:
         files: returns the files that are there now; it is asked again, since nodes come and go.
         ended: returns True once nothing more will be written.
     """
-    read: dict[Path, tuple[int, bytes]] = {}
+    read: dict[str, tuple[int, bytes]] = {}  # by the file's name: how much of it, and the line that has no end yet
     while True:
         last, there = ended(), files()
         for path in there:
             named = f"{path.stem}  " if len(there) > 1 else ""
-            at, partial = read.get(path, (0, b""))
+            at, partial = read.get(path.name, (0, b""))
             try:
                 with path.open("rb") as file:
                     file.seek(at)
@@ -38,7 +40,7 @@ async def follow_files(files: Callable[[], Sequence[Path]], *, ended: Callable[[
             if last and partial:
                 yield f"{named}{partial.decode(errors='replace')}"
                 partial = b""
-            read[path] = (at, partial)
+            read[path.name] = (at, partial)
         if last:
             return
         await asyncio.sleep(_LOOK_S)

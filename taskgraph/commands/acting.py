@@ -8,11 +8,12 @@ import os
 import signal
 from pathlib import Path
 
+from taskgraph.clusters.placed import find_placed, forget_placed
 from taskgraph.commands.common import FoundJob, access_of, ended_text, etcd_of, find_entry, reach, see_text
 from taskgraph.coordination.opening import opened
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import JobError, PeerLost, TaskGraphError, TransportError, UnknownJob
+from taskgraph.errors import CoordinationError, JobError, PeerLost, TaskGraphError, TransportError, UnknownJob
 from taskgraph.launch import forget as forgetting
 from taskgraph.launch.follow import Follower, client_of
 from taskgraph.launch.runtime import Runtime
@@ -332,12 +333,18 @@ def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
 
 async def shutdown(options: argparse.Namespace) -> int:
     """Ends a job without a result."""
-    async with reach(options) as reached:
-        follower = Follower(reached.coordinator, reached.spec, b"")
-        ended = await follower.cancel_job("shut down by `taskgraph shutdown`")
-        print(f"job {reached.name} {'was ended' if ended else 'had ended already'}")
-    from taskgraph.commands.placing import is_placed, stop  # only a job that a launcher started has more to remove
+    from taskgraph.commands.placing import is_placed, stop
 
+    try:
+        async with reach(options) as reached:
+            options.job = reached.name
+            follower = Follower(reached.coordinator, reached.spec, b"")
+            ended = await follower.cancel_job("shut down by `taskgraph shutdown`")
+            print(f"job {reached.name} {'was ended' if ended else 'had ended already'}")
+    except (UnknownJob, CoordinationError) as error:
+        if not is_placed(options):
+            raise
+        say(str(error))  # what the launcher made is removed all the same
     if is_placed(options):
         print(await stop(options))
     return 0
@@ -354,6 +361,7 @@ async def forget(options: argparse.Namespace) -> int:
         except (JobError, UnknownJob) as error:
             refused.append(error)
             continue
+        forget_placed(name)
         here = "; this host keeps its copy" if Runtime().finished(name) is not None else ""
         print(f"job {name} is forgotten by etcd at {etcd} ({count} key{'s' * (count > 1)}){here}")
     for why in refused[:-1]:
@@ -373,6 +381,8 @@ def _etcd_of_job(options: argparse.Namespace, name: str) -> tuple[str, dict[str,
         raise JobError(f"{name!r} cannot be the name of a job: {NAME_RULE}")
     if (etcd := etcd_of(options)) is not None:
         return etcd, access_of(options)
+    if (placed := find_placed(name)) is not None and placed.etcd:
+        return placed.etcd, placed.tls
     known = Runtime().known(name)
     if known is None or (known.embedded and known.stale):
         raise JobError(

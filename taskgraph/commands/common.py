@@ -219,7 +219,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     if etcd is not None:
         if name is None:
             raise JobError("give the job's name: with --etcd the job is looked for there")
-        local = known_at(name, etcd)
+        local = known_at(name, etcd) or _placed_entry(name, etcd)
         token = token_of(options) or (local.token if local is not None else "")
         return JobEntry(
             name=name,
@@ -244,17 +244,33 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     jobs = runtime.jobs()
     if len(jobs) == 1:
         return _with_given(jobs[0], options)
+    if not jobs and (elsewhere := _placed_entries(runtime)):
+        if len(elsewhere) == 1:
+            return _with_given(elsewhere[0], options)
+        raise JobError(f"several jobs were submitted here: name one of {', '.join(e.name for e in elsewhere)}")
     if not jobs:
         raise UnknownJob(f"{_none_text(runtime)} Elsewhere: give its name and --etcd.")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
 
 
-def _placed_entry(name: str) -> JobEntry | None:
-    """Returns the entry of a job that was submitted here with `--on`; None: of no such job."""
+def _placed_entries(runtime: Runtime) -> list[JobEntry]:
+    """Returns an entry of each job that was submitted here with `--on`, unless this host knows that it has ended."""
+    from taskgraph.clusters.placed import placed_names
+
+    found = [_placed_entry(name) for name in placed_names() if runtime.finished(name) is None]
+    return [entry for entry in found if entry is not None]
+
+
+def _placed_entry(name: str, etcd: str = "") -> JobEntry | None:
+    """Returns the entry of a job that was submitted here with `--on`; None: of no such job.
+
+    Args:
+        etcd: only if the job is in this etcd; "": in any.
+    """
     from taskgraph.clusters.placed import find_placed
 
     placed = find_placed(name)
-    if placed is None or not placed.etcd:
+    if placed is None or not placed.etcd or etcd not in ("", placed.etcd):
         return None
     return JobEntry(
         name=name,

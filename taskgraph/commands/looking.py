@@ -17,6 +17,7 @@ import uvloop
 from msgspec import structs
 
 from taskgraph.commands.common import FoundJob, check_launcher, etcd_of, known_at, launcher_gone, reach
+from taskgraph.commands.placing import waiting
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
 from taskgraph.launch.follow import client_of, find_kept, follow_events, kept_events, node_statuses
@@ -90,6 +91,8 @@ async def _status(options: argparse.Namespace) -> int:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, view, statuses, elastic=spec.elastic))
             else:
                 text = status_text(await _picture(reached, view, statuses, etcd_s), shown) + _warning(reached)
+                if view.running:
+                    text = "\n".join([text, *map(one_line, await waiting(reached.name))])
             if options.watch and not options.json and takes_codes(sys.stdout):
                 size = shutil.get_terminal_size()
                 text = fit_screen(text, size.columns, size.lines - 1)  # the cursor takes the last line

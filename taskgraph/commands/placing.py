@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 from dataclasses import dataclass
 
@@ -12,11 +13,17 @@ from taskgraph.clusters.api import Launcher, Request, find_launcher
 from taskgraph.clusters.placed import Placed, find_placed, forget_placed, keep_placed, placed_names
 from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_for
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import JobError, UnknownJob
+from taskgraph.errors import JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import Job
 from taskgraph.launch.access import insecure_listen
+from taskgraph.launch.runtime import Runtime
+from taskgraph.observe.format import counted
 
-__all__ = ["logs", "place_job", "place_of", "scale"]
+__all__ = ["is_placed", "logs", "place_job", "place_of", "scale", "stop", "waiting"]
+
+_WAITING_S = 5.0
+_WAITING_LINES = 4
+"""More would push the nodes of the job off the screen."""
 
 
 def place_job(options: argparse.Namespace, job: Job) -> int:
@@ -118,9 +125,10 @@ def place_of(options: argparse.Namespace) -> Place:
     job = options.job
     if job is None:
         known = placed_names()
-        if len(known) != 1:
-            raise JobError(f"name the job: {', '.join(known) or 'none was submitted with --on on this host'}")
-        job = known[0]
+        here = [entry.name for entry in Runtime().jobs() if entry.name in known]
+        if len(here) != 1 and len(known) != 1:
+            raise JobError(f"name the job: {', '.join(here or known) or 'none was submitted with --on on this host'}")
+        job = here[0] if len(here) == 1 else known[0]
     placed = find_placed(job)
     if options.on is not None:
         launcher = find_launcher(options.on)
@@ -150,9 +158,21 @@ async def stop(options: argparse.Namespace) -> str:
 
 
 async def waiting(job: str) -> list[str]:
-    """Returns what the scheduler says of the job's nodes that do not run yet, in lines for `status`."""
-    placed = find_placed(job)
-    return [] if placed is None else await find_launcher(placed.on).waiting(job, placed.where)
+    """Returns what the scheduler says of the job's nodes that do not run yet, in lines for `status`.
+
+    Only of jobs that this host submitted. A scheduler that cannot be asked is one such line.
+    """
+    if (placed := find_placed(job)) is None:
+        return []
+    try:
+        async with asyncio.timeout(_WAITING_S):
+            lines = await find_launcher(placed.on).waiting(job, placed.where)
+    except TimeoutError:
+        return [f"{placed.on} did not say within {_WAITING_S:g} s which nodes it has not started yet"]
+    except (TaskGraphError, OSError) as error:
+        return [f"{placed.on} does not say which nodes it has not started yet: {error}"]
+    more = len(lines) - _WAITING_LINES
+    return lines if more <= 0 else [*lines[:_WAITING_LINES], f"and {counted(more, 'more line')} of {placed.on}"]
 
 
 async def scale(options: argparse.Namespace) -> int:

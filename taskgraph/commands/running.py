@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from taskgraph.commands.common import (
     take_orders,
     token_for,
 )
-from taskgraph.driver.loading import load_driver, make_job
+from taskgraph.commands.drivers import job_of
 from taskgraph.errors import CheckpointError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.access import Access
@@ -39,26 +38,11 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.format import counted, kept_json
 from taskgraph.observe.screen import say
 from taskgraph.observe.values_text import values_text
-from taskgraph.options import fields_of, parse
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
-from taskgraph.settings import Settings
-from taskgraph.system.streams import never_wait, open_missing, settle
+from taskgraph.system.streams import never_wait, settle
 
-__all__ = ["job_of", "print_result", "run"]
-
-
-def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Job:
-    """Makes the job of the named driver, with its options and settings; raises JobError if that fails."""
-    function = function or load_driver(options.driver)
-    job = make_job(function, function.parse_options(options.option or ()))
-    open_missing()  # the driver may have closed standard streams
-    if options.set:
-        given = parse("taskgraph", fields_of(Settings), options.set, flag="--set", kind="setting")
-        job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, **given))
-    if options.min_nodes is not None:
-        job = dataclasses.replace(job, min_nodes=options.min_nodes)
-    return dataclasses.replace(job, name=options.name) if options.name else job
+__all__ = ["print_result", "run"]
 
 
 def run(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:

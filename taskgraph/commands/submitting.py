@@ -18,13 +18,12 @@ from taskgraph.commands.common import (
     node_tls_of,
     token_for,
 )
-from taskgraph.commands.running import job_of
+from taskgraph.commands.drivers import job_of
 from taskgraph.coordination.api import AccessRefused, Coordinator
 from taskgraph.coordination.opening import opened
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import DecodeError, JobError
 from taskgraph.jobs import Job, JobFunction
-from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.runtime import JobEntry
 from taskgraph.protocol.keys import NAME_RULE, Keys, is_name
 from taskgraph.protocol.view import decode_key
@@ -101,6 +100,8 @@ class _NotSubmitted(Exception):
 
 async def _put(options: argparse.Namespace, etcd: str, spec: JobSpec) -> bool:
     """Submits the job; returns False if that run was submitted before."""
+    from taskgraph.launch.resuming import begin, plan  # loads numpy
+
     submitting = False
     try:
         async with opened(etcd, access_of(options)) as coordinator:

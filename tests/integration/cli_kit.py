@@ -141,7 +141,7 @@ class Cli:
         """What is left in the runtime and temporary directories, without locks and copies of finished jobs."""
         roots = (self.root / "run", self.root / "tmp")
         left = [str(path.relative_to(self.root)) for root in roots for path in root.rglob("*")]
-        lasting = ("run/taskgraph", "run/taskgraph/jobs", "run/taskgraph/s")
+        lasting = ("run/taskgraph", "run/taskgraph/jobs", "run/taskgraph/placed", "run/taskgraph/s")
         kept = ("run/taskgraph/finished", "run/taskgraph/locks")
         return [path for path in left if path not in lasting and not path.startswith(kept)]
 

@@ -24,7 +24,8 @@ from taskgraph.commands import common, submitting
 from taskgraph.commands.acting import signal_number
 from taskgraph.commands.arguments import add_etcd_options
 from taskgraph.commands.common import access_of, etcd_of, find_entry, token_for, token_of
-from taskgraph.commands.running import job_of, print_result
+from taskgraph.commands.drivers import job_of
+from taskgraph.commands.running import print_result
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.errors import DecodeError, JobError, JobRunning, Unavailable, UnknownJob
 from taskgraph.launch.kept import KeptJob
