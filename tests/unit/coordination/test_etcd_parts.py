@@ -441,7 +441,7 @@ async def test_failed_endpoint_is_left_once() -> None:
 async def test_channels_with_former_tls_files_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     former: list[grpc.aio.Channel] = []
     monkeypatch.setattr(EtcdOptions, "channel_credentials", lambda _: grpc.ssl_channel_credentials())
-    monkeypatch.setattr(EtcdOptions, "tls_files", lambda _: (len(former),))
+    monkeypatch.setattr(EtcdOptions, "files", lambda _, __: (len(former),))
     connection = Connection(EtcdOptions.make("https://127.0.0.1:1", timeout_s=0.05))
     for _ in range(3):
         former.append(connection._channels[connection.endpoint])

@@ -1,0 +1,307 @@
+"""The batch script of a job on Slurm: an array of one-node jobs, whose elements start a node each. It does no I/O.
+
+`taskgraph submit --on slurm --dry-run` prints the script, and `start` submits that very text. Everything it needs is
+in the job's folder, which all machines see:
+
+    {folder}/job.sbatch      this script
+    {folder}/token           the job's token
+    {folder}/tls/            certificates for the job's fixed name, if the user named none
+    {folder}/run             the id of the run, so that a first element that was requeued submits nothing again
+    {folder}/arrays          the array jobs, one line for each `sbatch`
+    {folder}/etcd/, etcd.at  data and address of the job's own etcd, if the user named none
+    {folder}/logs/           what the elements print, by their numbers; submit.log: of the first one's companion
+    {folder}/left/           what Slurm said of each element that left in good order
+    {folder}/result.json     the values
+    {folder}/ended           how the job ended: elements that start later end at once
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from taskgraph.errors import JobError
+
+__all__ = ["AGAIN", "Element", "Folder", "Resources", "array_words", "checked_patch", "script"]
+
+AGAIN = 75
+"""The exit code of a node that left while the job goes on (EX_TEMPFAIL)."""
+_MARGIN_S = 30
+"""Between `drain_s` and the end of an element's time."""
+_UNQUOTED = frozenset("\"'\\`$\n\r\0")
+"""Characters that mean something in a line of #SBATCH, or in the shell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The job's folder, and what is in it."""
+
+    path: Path
+
+    @property
+    def script(self) -> Path:
+        return self.path / "job.sbatch"
+
+    @property
+    def token(self) -> Path:
+        return self.path / "token"
+
+    @property
+    def tls(self) -> Path:
+        return self.path / "tls"
+
+    @property
+    def run(self) -> Path:
+        return self.path / "run"
+
+    @property
+    def arrays(self) -> Path:
+        return self.path / "arrays"
+
+    @property
+    def etcd(self) -> Path:
+        return self.path / "etcd"
+
+    @property
+    def etcd_at(self) -> Path:
+        return self.path / "etcd.at"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def left(self) -> Path:
+        return self.path / "left"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def ended(self) -> Path:
+        return self.path / "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What each element asks Slurm for; "" or 0: what the site gives by default."""
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    constraint: str = ""
+    memory: str = ""
+    cpus: int = 0
+    gpus: int = 0
+
+    def lines(self) -> list[str]:
+        """Returns the options for the script's header; raises JobError for a value that no line can hold."""
+        named = {
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "time": self.time,
+            "constraint": self.constraint,
+            "mem": self.memory,
+            "cpus-per-task": str(self.cpus or ""),
+            "gres": f"gpu:{self.gpus}" if self.gpus else "",
+        }
+        return [f"--{name}={_header_value(name, value)}" for name, value in named.items() if value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Element:
+    """What each element runs.
+
+    Attributes:
+        job: the job's name.
+        python: the interpreter, as the machines of the cluster find it.
+        directory: where nodes work.
+        folder: the job's folder.
+        own_etcd: the first element brings an etcd.
+        reach: the options of commands for etcd, the token and TLS.
+        submit: the words of `taskgraph submit` for the first element, without `reach`.
+        node: further options of `taskgraph node`.
+        listen: the host's own name or address, as the shell reads it between double quotes.
+        drain_s: how long a node takes to leave, in seconds.
+    """
+
+    job: str
+    python: str
+    directory: Path
+    folder: Folder
+    own_etcd: bool
+    reach: tuple[str, ...]
+    submit: tuple[str, ...]
+    node: tuple[str, ...] = ()
+    listen: str = "$(hostname)"
+    drain_s: float
+
+
+def array_words(first: int, count: int, partition: str = "") -> list[str]:
+    """Returns the options of sbatch for an array of elements, in another partition than the script says if named."""
+    last = first + count - 1
+    words = [f"--array={first}-{last}" if count > 1 else f"--array={first}"]
+    return [*words, f"--partition={_header_value('partition', partition)}"] if partition else words
+
+
+def checked_patch(text: str) -> tuple[list[str], list[str]]:
+    """Splits a patch file: options for the header (lines of #SBATCH), and shell lines to run before the node.
+
+    Raises:
+        JobError: an option that would break what taskgraph relies on.
+    """
+    header, shell = [], []
+    for line in text.splitlines():
+        if not line.startswith("#SBATCH"):
+            shell.append(line)
+            continue
+        option = line.removeprefix("#SBATCH").strip()
+        for ours in ("--array", "-a", "--output", "-o", "--no-requeue", "--ntasks", "-n", "--chdir", "-D"):
+            if option.partition("=")[0].split(" ")[0] == ours:
+                raise JobError(f"--patch: {line!r}: taskgraph sets {ours} itself; leave the line out")
+        header.append(option)
+    while shell and not shell[-1].strip():
+        shell.pop()
+    return header, shell
+
+
+def script(element: Element, resources: Resources, nodes: int, patch: str = "") -> str:
+    """Returns the script of a job.
+
+    Args:
+        nodes: how many elements the array has; further arrays of this script are made by options of sbatch.
+        patch: the text of the user's patch file.
+
+    Raises:
+        JobError: a value that cannot be written into it.
+    """
+    more, before = checked_patch(patch)
+    header = [
+        f"--job-name={element.job}",
+        *array_words(0, nodes),
+        "--nodes=1 --ntasks=1",
+        *resources.lines(),
+        f"--chdir={_header_path(element.directory)}",
+        f"--output={_header_path(element.folder.logs)}/%a.log --open-mode=append",
+        "--requeue",
+        f"--signal=TERM@{round(element.drain_s) + _MARGIN_S}",
+        *more,
+    ]
+    return "\n".join(
+        (
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in header),
+            _INTRODUCTION.format(job=element.job, folder=shlex.quote(str(element.folder.path)), python=element.python),
+            *(("", *before) if before else ()),
+            _FUNCTION.format(folder=element.folder.path),
+            _first(element),
+            _NODE.format(
+                waiting=_WAITING if element.own_etcd else "",
+                cpus=f" --cpus-per-task={resources.cpus}" if resources.cpus else "",
+                job=shlex.quote(element.job),
+                listen=_shell_text(element.listen),
+                words=_continued((*element.node, *element.reach)),
+                again=AGAIN,
+            ),
+        )
+    )
+
+
+_INTRODUCTION = """
+# The taskgraph job {job}: each element of this array is a node. Elements may start, end and move to other machines
+# while the job runs. `taskgraph scale {job} N` changes their number, `taskgraph shutdown {job}` ends the job.
+folder={folder}
+python={python}
+element=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+name=$SLURM_ARRAY_TASK_ID.${{SLURM_RESTART_COUNT:-0}}
+[ -e "$folder/ended" ] && exit 0  # the job ended while this element was waiting"""
+
+_FUNCTION = """
+# Queues this element again, and ends it here. `scancel` and `taskgraph scale` want it gone: then it only ends.
+queue_again() {{
+    [ -z "$companion" ] || {{ kill "$companion"; wait "$companion"; }} 2>/dev/null
+    for pause in 1 2 4 8 16; do  # slurmctld may be too busy to answer
+        state=$(squeue --noheader --jobs="$element" --format=%T) && break
+        sleep $pause
+    done
+    scontrol --oneliner show job "$element" >"$folder/left/$name"
+    [ "$state" = RUNNING ] && grep -q ' Requeue=1 ' "$folder/left/$name" || exit 0
+    for pause in 1 2 4 8 60; do
+        scontrol requeue "$element" && sleep 60  # Slurm ends this script
+        sleep $pause
+    done
+    exit {again}
+}}""".replace("{again}", str(AGAIN))
+
+_FIRST = """
+# The first element also {what}, and collects its values.
+companion=
+if [ "$SLURM_ARRAY_TASK_ID" = 0 ]; then
+    "$python" -P -m taskgraph.clusters.slurm_companion "$folder"{own} -- \\
+        {words} \\
+        >>"$folder/logs/submit.log" 2>&1 &
+    companion=$!
+fi"""
+
+_WAITING = """
+    # The first element writes where its etcd listens.
+    until [ -e "$folder/etcd.at" ] || [ -e "$folder/ended" ]; do sleep 0.2; done"""
+
+_NODE = """
+while [ ! -e "$folder/ended" ]; do{waiting}
+    srun --quiet --ntasks=1{cpus} "$python" -P -m taskgraph node --job {job} --name "$name" --listen "{listen}" \\
+        {words} \\
+        --drained-code {again}
+    case $? in
+    0) break ;;  # the job has ended
+    {again}) queue_again ;;  # Slurm wants the machine for others, or the time is over
+    esac
+    sleep 2  # the node died: another one takes its place
+done
+[ -z "$companion" ] || wait "$companion"
+"""
+
+
+def _first(element: Element) -> str:
+    return _FIRST.format(
+        what="runs the job's etcd, submits the job" if element.own_etcd else "submits the job",
+        own=" --own-etcd" if element.own_etcd else "",
+        words=_continued((*element.submit, *element.reach)),
+    )
+
+
+def _continued(words: Sequence[str]) -> str:
+    """Joins quoted words to lines: an option and its value stay together."""
+    lines: list[str] = []
+    for word in words:
+        quoted = shlex.quote(word)
+        if lines and (len(lines[-1]) + len(quoted) < 100):
+            lines[-1] += f" {quoted}"
+        else:
+            lines.append(quoted)
+    return " \\\n        ".join(lines)
+
+
+def _header_value(name: str, value: str) -> str:
+    if not value or any(char.isspace() for char in value) or not _UNQUOTED.isdisjoint(value):
+        raise JobError(f"--{name} {value!r}: Slurm takes no such value: write it without spaces and quotes")
+    return value
+
+
+def _header_path(path: Path) -> str:
+    """Quotes a path for a line of #SBATCH, where `%` begins a pattern."""
+    text = str(path)
+    if not _UNQUOTED.isdisjoint(text) or "," in text:
+        raise JobError(f"{text!r}: Slurm cannot use a folder with quotes, commas or backslashes in its name")
+    return '"' + text.replace("%", "%%") + '"' if any(char.isspace() or char == "%" for char in text) else text
+
+
+def _shell_text(text: str) -> str:
+    if not text or '"' in text or "\n" in text:
+        raise JobError(f"--listen {text!r}: write a name or address, or '$(command)', without double quotes")
+    return text

@@ -1,0 +1,200 @@
+"""A real Slurm on this host, for the tests of a module: munged, slurmctld, and one slurmd for each of its machines.
+
+The machines are called m1, m2, ... and have two cores each. Partition `low` has all but the last, jobs there may be
+preempted, and may take GRACE_S for that; `high` has the same machines and goes before `low`; `core` has the last
+machine, which no one takes away. Everything is in one folder and on free ports, so several may run at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+GRACE_S = 8
+"""Slurm kills a preempted element after this time."""
+LIMIT_S = 30.0
+PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sbatch", "squeue", "scontrol", "scancel")
+
+_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthInfo=socket={folder}/munge.sock,cred_expire=3
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=1,batch_sched_delay=0,sched_min_interval=0
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=20
+KillWait=3
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+"""
+_PARTITIONS = """
+PartitionName=low Nodes=m[1-{rest}] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
+PartitionName=high Nodes=m[1-{rest}] PriorityTier=10 PreemptMode=OFF
+PartitionName=core Nodes=m{last} PriorityTier=1 PreemptMode=OFF
+"""
+
+
+def why_not() -> str:
+    """Returns why no Slurm can be started here; "": it can."""
+    if os.geteuid() != 0:
+        return "Slurm's daemons are started as root here"
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]:
+        return f"{', '.join(missing)} missing: on Debian and Ubuntu, apt-get install slurm-wlm munge"
+    return ""
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+
+
+class Slurm:
+    """One Slurm.
+
+    Attributes:
+        folder: everything that it writes.
+        env: the environment in which Slurm's commands find it.
+    """
+
+    def __init__(self, machines: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tg-slurm-"))
+        self.env = {**os.environ, "PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
+        self._machines = machines
+
+    def start(self) -> None:
+        """Starts all daemons; returns once all machines are idle."""
+        for name in ("state", "spool", "log"):
+            (self.folder / name).mkdir()
+        key = self.folder / "munge.key"
+        key.touch(0o400)
+        key.write_bytes(secrets.token_bytes(1024))
+        self._configure()
+        munge = [f"--{name}={self.folder}/munge.{end}" for name, end in (("key-file", "key"), ("socket", "sock"))]
+        more = [f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/munge.seed"]
+        self.run("munged", "--force", *munge, *more, f"--log-file={self.folder}/log/munged.log")
+        self.run("slurmctld", "-c")
+        for number in range(1, self._machines + 1):
+            self.run("slurmd", "-N", f"m{number}")
+        self.until(lambda: self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split(), self._all_idle)
+
+    def _all_idle(self, names: Sequence[str]) -> bool:
+        return len(set(names)) == self._machines
+
+    def _configure(self) -> None:
+        host = socket.gethostname()
+        ports = _free_ports(self._machines + 1)
+        lines = [_CONF.format(folder=self.folder, host=host, port=ports[0])]
+        for number, port in enumerate(ports[1:], 1):
+            (self.folder / "spool" / f"m{number}").mkdir()
+            lines.append(
+                f"NodeName=m{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=9000"
+            )
+        lines.append(_PARTITIONS.format(rest=self._machines - 1, last=self._machines, grace=GRACE_S))
+        (self.folder / "slurm.conf").write_text("\n".join(lines))
+
+    def run(self, *words: str) -> str:
+        """Runs a command of Slurm; returns what it prints."""
+        done = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def until(self, look: Callable[[], T], fits: Callable[[T], object], limit_s: float = LIMIT_S) -> T:
+        """Looks until what is seen fits."""
+        deadline = time.monotonic() + limit_s
+        while not fits(seen := look()):
+            assert time.monotonic() < deadline, f"after {limit_s:g} s it is {seen}"
+            time.sleep(0.1)
+        return seen
+
+    def elements(self, name: str) -> dict[str, str]:
+        """Returns the state of each element of the arrays of that name that has not ended, by its number."""
+        lines = self.run("squeue", "-h", "-r", "--name", name, "-o", "%K %T").splitlines()
+        return {number: state for number, _, state in (line.partition(" ") for line in lines)}
+
+    def kill_machine(self, name: str) -> None:
+        """Kills a machine's daemon and all that runs on it, and lets Slurm know that it is down."""
+        pid = int((self.folder / f"slurmd-{name}.pid").read_text())
+        jobs = self.run("squeue", "-h", "-w", name, "-o", "%A").split()
+        os.kill(pid, signal.SIGKILL)
+        for step, command in self._steps():
+            if any(f"[{job}." in command for job in jobs):
+                for child in [*_descendants(step), step]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=killed")
+
+    def start_machine(self, name: str) -> None:
+        """Starts a machine's daemon again."""
+        self.run("slurmd", "-N", name)
+        self.run("scontrol", "update", f"nodename={name}", "state=resume")
+
+    def _steps(self) -> Iterator[tuple[int, str]]:
+        """Yields the processes `slurmstepd` of this Slurm, with their command lines."""
+        mine = f"SLURM_CONF={self.env['SLURM_CONF']}".encode()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if not entry.name.isdecimal() or not (entry / "comm").read_text().startswith("slurmstepd"):
+                    continue
+                if mine in (entry / "environ").read_bytes().split(b"\0"):
+                    yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+    def stop(self) -> None:
+        """Ends all jobs and daemons, and removes the folder."""
+        try:
+            self.run("scancel", "-u", "root")
+            self.until(lambda: self.run("squeue", "-h"), lambda text: not text)
+        finally:
+            for step, _ in self._steps():
+                for pid in [*_descendants(step), step]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                for path in (
+                    *self.folder.glob("slurmd-*.pid"),
+                    self.folder / "slurmctld.pid",
+                    self.folder / "munged.pid",
+                ):
+                    with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
+                        os.kill(int(path.read_text()), number)
+                time.sleep(0.3)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Returns the processes below one, the deepest first."""
+    with contextlib.suppress(OSError):
+        children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [each for child in children for each in (*_descendants(child), child)]
+    return []
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
