@@ -77,6 +77,10 @@ class Launcher(Protocol):
     `where` is what `start` returned: how to find the job's nodes again, also from another process. It is kept on the
     host of the command. If it was lost, it is what `place` makes of the command line.
 
+    Names in `where` by which the launcher says how commands reach the job, if it decides that: `etcd`, `etcd_ca`,
+    `etcd_cert`, `etcd_key`, `token` (hex), `tls_ca`, `tls_cert`, `tls_key`, `tls_name`; and `kept`: the runtime
+    directory, on a file system that the command sees, with the values and events of the job once it has ended.
+
     Attributes:
         submits: the launcher submits the job itself, from within the cluster; else the command does it before `start`.
     """

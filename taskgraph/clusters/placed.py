@@ -7,15 +7,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from taskgraph.clusters.api import Request
 from taskgraph.errors import TaskGraphError
+from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import Runtime
 from taskgraph.protocol.keys import is_name
 from taskgraph.system.files import remove_file, whole_file
 
-__all__ = ["Placed", "find_placed", "forget_placed", "keep_placed", "placed_names"]
+__all__ = ["Placed", "find_placed", "forget_placed", "keep_placed", "kept_by", "placed_as", "placed_names"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,29 @@ class Placed:
     tls: dict[str, str] = field(default_factory=dict, repr=False)
     token: str = field(repr=False)
     node_tls: dict[str, str] = field(default_factory=dict)
+
+
+def placed_as(request: Request, on: str, where: Mapping[str, str]) -> Placed:
+    """Returns what is to be remembered of a job: what its launcher decided goes before what the user asked for."""
+
+    def decided(prefix: str, names: Sequence[str], otherwise: dict[str, str]) -> dict[str, str]:
+        return {name: where[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in where} or otherwise
+
+    return Placed(
+        job=request.job,
+        on=on,
+        where=dict(where),
+        etcd=where.get("etcd", request.etcd),
+        tls=decided("etcd", ("ca", "cert", "key"), request.etcd_access),
+        token=where.get("token", request.token),
+        node_tls=decided("tls", ("ca", "cert", "key", "name"), request.node_tls),
+    )
+
+
+def kept_by(placed: Placed) -> KeptJob | None:
+    """Returns what a launcher kept of a job that has ended, on a file system that this host sees."""
+    kept = placed.where.get("kept")
+    return Runtime(Path(kept)).finished(placed.job) if kept else None
 
 
 def _folder() -> Path:

@@ -11,7 +11,7 @@ in the job's folder, which all machines see:
     {folder}/etcd/, etcd.at  data and address of the job's own etcd, if the user named none
     {folder}/logs/           what the elements print, by their numbers; submit.log: of the first one's companion
     {folder}/left/           what Slurm said of each element that left in good order
-    {folder}/result.json     the values
+    {folder}/result.json     the values; taskgraph/: how the job ended, and its events
     {folder}/ended           how the job ended: elements that start later end at once
 """
 
@@ -30,6 +30,8 @@ AGAIN = 75
 """The exit code of a node that left while the job goes on (EX_TEMPFAIL)."""
 _MARGIN_S = 30
 """Between `drain_s` and the end of an element's time."""
+_WIDTH = 100
+"""Characters of a continued line, without its indent."""
 _UNQUOTED = frozenset("\"'\\`$\n\r\0")
 """Characters that mean something in a line of #SBATCH, or in the shell."""
 
@@ -79,6 +81,11 @@ class Folder:
     @property
     def result(self) -> Path:
         return self.path / "result.json"
+
+    @property
+    def kept(self) -> Path:
+        """The runtime directory of the companion, as `Runtime` takes it."""
+        return self.path / "taskgraph"
 
     @property
     def ended(self) -> Path:
@@ -198,7 +205,7 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
             *(f"#SBATCH {line}" for line in header),
             _INTRODUCTION.format(job=element.job, folder=shlex.quote(str(element.folder.path)), python=element.python),
             *(("", *before) if before else ()),
-            _FUNCTION.format(folder=element.folder.path),
+            _FUNCTION.format(again=AGAIN),
             _first(element),
             _NODE.format(
                 waiting=_WAITING if element.own_etcd else "",
@@ -222,69 +229,89 @@ name=$SLURM_ARRAY_TASK_ID.${{SLURM_RESTART_COUNT:-0}}
 [ -e "$folder/ended" ] && exit 0  # the job ended while this element was waiting"""
 
 _FUNCTION = """
-# Queues this element again, and ends it here. `scancel` and `taskgraph scale` want it gone: then it only ends.
+# Gives the machine back, and queues this element again. `scancel` and `taskgraph scale` want it gone: it only ends.
 queue_again() {{
     [ -z "$companion" ] || {{ kill "$companion"; wait "$companion"; }} 2>/dev/null
     for pause in 1 2 4 8 16; do  # slurmctld may be too busy to answer
-        state=$(squeue --noheader --jobs="$element" --format=%T) && break
+        scontrol --oneliner show job "$element" >"$folder/left/$name" && break
         sleep $pause
     done
-    scontrol --oneliner show job "$element" >"$folder/left/$name"
-    [ "$state" = RUNNING ] && grep -q ' Requeue=1 ' "$folder/left/$name" || exit 0
+    grep -q ' JobState=RUNNING ' "$folder/left/$name" && grep -q ' Requeue=1 ' "$folder/left/$name" || exit 0
     for pause in 1 2 4 8 60; do
         scontrol requeue "$element" && sleep 60  # Slurm ends this script
         sleep $pause
     done
     exit {again}
-}}""".replace("{again}", str(AGAIN))
+}}"""
 
 _FIRST = """
 # The first element also {what}, and collects its values.
+companion() {{
+    trap 'kill $running; wait $running; exit' TERM
+    while [ ! -e "$folder/ended" ]; do
+        "$python" -P -m taskgraph.clusters.slurm_companion "$folder" --element "$element"{own} -- \\
+            {words} \\
+            >>"$folder/logs/submit.log" 2>&1 &
+        running=$!
+        wait $running
+        sleep 1
+    done
+}}
 companion=
-if [ "$SLURM_ARRAY_TASK_ID" = 0 ]; then
-    "$python" -P -m taskgraph.clusters.slurm_companion "$folder"{own} -- \\
-        {words} \\
-        >>"$folder/logs/submit.log" 2>&1 &
-    companion=$!
+if [ "$SLURM_ARRAY_TASK_ID" = 0 ]; then{forget}
+    companion & companion=$!
 fi"""
+
+_FORGET = """
+    rm -f "$folder/etcd.at\""""
 
 _WAITING = """
     # The first element writes where its etcd listens.
     until [ -e "$folder/etcd.at" ] || [ -e "$folder/ended" ]; do sleep 0.2; done"""
 
 _NODE = """
+pause=1
 while [ ! -e "$folder/ended" ]; do{waiting}
     srun --quiet --ntasks=1{cpus} "$python" -P -m taskgraph node --job {job} --name "$name" --listen "{listen}" \\
         {words} \\
         --drained-code {again}
-    case $? in
+    code=$?
+    [ -e "$folder/ended" ] && break
+    case $code in
     0) break ;;  # the job has ended
     {again}) queue_again ;;  # Slurm wants the machine for others, or the time is over
     esac
-    sleep 2  # the node died: another one takes its place
+    sleep $pause  # the node died: another one takes its place
+    pause=$((pause < 30 ? 2 * pause : 30))
 done
-[ -z "$companion" ] || wait "$companion"
+[ -z "$companion" ] || {{ wait "$companion"; exit "$(cat "$folder/ended")"; }}
 """
 
 
 def _first(element: Element) -> str:
     return _FIRST.format(
         what="runs the job's etcd, submits the job" if element.own_etcd else "submits the job",
-        own=" --own-etcd" if element.own_etcd else "",
-        words=_continued((*element.submit, *element.reach)),
+        own=f' --own-etcd "{_shell_text(element.listen)}"' if element.own_etcd else "",
+        forget=_FORGET if element.own_etcd else "",
+        words=_continued((*element.submit, *element.reach), "            "),
     )
 
 
-def _continued(words: Sequence[str]) -> str:
-    """Joins quoted words to lines: an option and its value stay together."""
-    lines: list[str] = []
+def _continued(words: Sequence[str], indent: str = "        ") -> str:
+    """Joins quoted words to lines. An option and its value stay together."""
+    parts: list[str] = []
     for word in words:
-        quoted = shlex.quote(word)
-        if lines and (len(lines[-1]) + len(quoted) < 100):
-            lines[-1] += f" {quoted}"
+        if parts and parts[-1].startswith("--") and " " not in parts[-1] and not word.startswith("-"):
+            parts[-1] += f" {shlex.quote(word)}"
         else:
-            lines.append(quoted)
-    return " \\\n        ".join(lines)
+            parts.append(shlex.quote(word))
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(part) < _WIDTH:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(part)
+    return f" \\\n{indent}".join(lines)
 
 
 def _header_value(name: str, value: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import uvloop
 
 from taskgraph.clusters.api import Launcher, Request, find_launcher
-from taskgraph.clusters.placed import Placed, find_placed, forget_placed, keep_placed, placed_names
+from taskgraph.clusters.placed import find_placed, forget_placed, keep_placed, placed_as, placed_names
 from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_for
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
@@ -49,17 +49,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
         if token is not None:
             token.forget()
         raise
-    keep_placed(
-        Placed(
-            job=request.job,
-            on=options.on,
-            where=where,
-            etcd=request.etcd,
-            tls=request.etcd_access,
-            token=request.token,
-            node_tls=request.node_tls,
-        )
-    )
+    keep_placed(placed_as(request, options.on, where))
     name = request.job
     print(f"submitted job {name} on {options.on}: `taskgraph status {name}`, `taskgraph logs {name}`")
     return 0

@@ -24,18 +24,18 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.public import Public, address_of, keeping_options
 from taskgraph.errors import USED_UP, CoordinationError, Unavailable, no_process
 from taskgraph.system import host
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.files import LockedFolder, may_hold_sockets
 from taskgraph.system.processes import signal_child, signal_name
 
-__all__ = ["EmbeddedEtcd", "Public", "find_etcd", "version_of"]
+__all__ = ["EmbeddedEtcd", "find_etcd", "version_of"]
 
 #: Tries to find free ports: another process may take one before etcd listens there.
 _PORT_TRIES = 5
@@ -95,34 +95,6 @@ def find_etcd() -> Path:
         if os.access(binary, os.X_OK):
             return binary
     raise CoordinationError(_NO_BINARY)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Public:
-    """What an etcd needs that other hosts reach, and that may go on elsewhere with its data.
-
-    Attributes:
-        host: this host's name or address, as others reach it.
-        data: its data: a folder on a file system that all hosts see. It survives the server, so writes are synced.
-        tls: ca, cert and key files: clients need a certificate of the same authority; {}: without TLS.
-        name: the name in the certificate, if it is not the host's.
-    """
-
-    host: str
-    data: Path
-    tls: Mapping[str, str]
-    name: str = ""
-
-    @property
-    def scheme(self) -> str:
-        return "https" if self.tls else "http"
-
-    def words(self) -> list[str]:
-        """Returns etcd's options for TLS."""
-        if not self.tls:
-            return []
-        files = {"cert-file": "cert", "key-file": "key", "trusted-ca-file": "ca"}
-        return ["--client-cert-auth", *(f"--{option}={self.tls[name]}" for option, name in files.items())]
 
 
 class EmbeddedEtcd:
@@ -223,7 +195,8 @@ class EmbeddedEtcd:
         client_url, peer_url, endpoint = self._addresses(private)
         name = f"taskgraph-{uuid.uuid4().hex[:12]}"
         log = (self._log or private / "etcd.log").absolute()
-        command = self._command(binary, name, client_url, peer_url, endpoint)
+        data = private / "data" if self._public is None else self._public.data.absolute()
+        command = self._command(binary, name, data, client_url, peer_url)
         try:
             guard = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -259,29 +232,26 @@ class EmbeddedEtcd:
         if self._private:
             return "unix://client:1", _PRIVATE_PEER, f"unix:{folder}/client:1"
         if (public := self._public) is not None:  # no other member will come
-            address = _address(public.host)
+            address = address_of(public.host)
             port = _free_ports(1, address)[0]
             own, others = (f"[{each}]" if ":" in each else each for each in (address, public.host))
             return f"{public.scheme}://{own}:{port}", _PRIVATE_PEER, f"{public.scheme}://{others}:{port}"
         client, peer = _free_ports(2)
         return f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}", f"127.0.0.1:{client}"
 
-    def _command(self, binary: Path, name: str, client_url: str, peer_url: str, endpoint: str) -> list[str]:
-        assert self._folder is not None
-        public = self._public
-        data = self._folder.path / "data" if public is None else public.data.absolute()
+    def _command(self, binary: Path, name: str, data: Path, client_url: str, peer_url: str) -> list[str]:
         command = [
             *(str(binary.absolute()), "--name", name, "--data-dir", str(data)),
-            *("--listen-client-urls", client_url),
-            *("--advertise-client-urls", client_url if public is None else endpoint),
+            *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
             *("--initial-cluster", f"{name}={peer_url}"),
             *("--logger", "zap", "--log-level", "warn", "--log-outputs", "stderr"),
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", _HISTORY),
             *("--snapshot-count", "5000"),
-            *(() if public is None else public.words()),
         ]
-        if public is None and tuple(int(part) for part in self.version.split(".")[:2]) >= (3, 5):
+        if self._public is not None:
+            return [*command, *self._public.words(), *keeping_options(self.version)]
+        if tuple(int(part) for part in self.version.split(".")[:2]) >= (3, 5):
             command.append("--unsafe-no-fsync")
         return command
 
@@ -451,15 +421,3 @@ def _free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
         for each in sockets:
             each.bind((address, 0))
         return [int(each.getsockname()[1]) for each in sockets]
-
-
-def _address(host: str) -> str:
-    """Returns the address of this host by that name: etcd listens on addresses only.
-
-    Raises:
-        CoordinationError: the name has no address.
-    """
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise CoordinationError(f"etcd cannot listen on {host}: {error.strerror}") from error

@@ -10,7 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from kept_kit import keeping_options
+from taskgraph.coordination.public import keeping_options
 from processes_kit import free_port
 
 from taskgraph.coordination.embedded import find_etcd, version_of

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.coordination.public import keeping_options
 
 
 class KeptEtcd(EmbeddedEtcd):
@@ -36,15 +37,3 @@ class KeptEtcd(EmbeddedEtcd):
         command = super()._command(binary, name, self._data or data, client_url, peer_url)
         keeping = keeping_options(self.version) if self._data is not None else []
         return [*command, *keeping, *self._arguments]
-
-
-def keeping_options(version: str) -> list[str]:
-    """What etcd needs in order to find all that it has acknowledged when it starts again after SIGKILL.
-
-    etcd 3.5.0 to 3.5.2 may write to its store that an entry of the log was applied before it is (etcd's issue 13766):
-    killed just then, it never applies it, and a member of a cluster disagrees with the others from then on. So the
-    store is written when the log is cut, and not ten times a second: etcd applies all of the log since then again.
-    """
-    if not (3, 5, 0) <= tuple(int(part) for part in version.split(".")[:3]) < (3, 5, 3):
-        return []
-    return ["--backend-batch-interval", "1h", "--backend-batch-limit", "1000000"]

@@ -110,9 +110,8 @@ class Slurm:
         lines = [_CONF.format(folder=self.folder, host=host, port=ports[0])]
         for number, port in enumerate(ports[1:], 1):
             (self.folder / "spool" / f"m{number}").mkdir()
-            lines.append(
-                f"NodeName=m{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=9000"
-            )
+            where = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
+            lines.append(f"NodeName=m{number} {where} CPUs=2 RealMemory=9000")
         lines.append(_PARTITIONS.format(rest=self._machines - 1, last=self._machines, grace=GRACE_S))
         (self.folder / "slurm.conf").write_text("\n".join(lines))
 
@@ -172,12 +171,9 @@ class Slurm:
                 for pid in [*_descendants(step), step]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
+            pids = [*self.folder.glob("slurmd-*.pid"), self.folder / "slurmctld.pid", self.folder / "munged.pid"]
             for number in (signal.SIGTERM, signal.SIGKILL):
-                for path in (
-                    *self.folder.glob("slurmd-*.pid"),
-                    self.folder / "slurmctld.pid",
-                    self.folder / "munged.pid",
-                ):
+                for path in pids:
                     with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
                         os.kill(int(path.read_text()), number)
                 time.sleep(0.3)

@@ -1,0 +1,229 @@
+"""`submit --on slurm`: nodes are the elements of an array of one-node jobs. The command submits, and is done.
+
+Slurm keeps the elements: it starts those that wait when there is room, and queues those again whose machine failed or
+was wanted for others. `slurm_script` has the script, and says what is in the job's folder; `slurm_companion` is what
+the first element runs beside its node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+from taskgraph.clusters.api import Request
+from taskgraph.clusters.slurm_commands import queue, slurm
+from taskgraph.clusters.slurm_options import add_slurm_options, element_of, own_access, resources_of, tls_of
+from taskgraph.clusters.slurm_script import Folder, array_words, script
+from taskgraph.clusters.slurm_state import Seen, waiting_lines
+from taskgraph.clusters.tailing import follow_files
+from taskgraph.errors import JobError, TransportError
+from taskgraph.network.tls import CA, CERT, KEY
+from taskgraph.system.files import remove_file, write_whole
+
+__all__ = ["SlurmLauncher", "arrays_in"]
+
+_GONE_S = 120.0
+"""How long `stop` waits for Slurm to end all elements: KillWait is 30 s by default."""
+_LOOK_S = 0.3
+
+
+class SlurmLauncher:
+    """Submits an array of one-node jobs, and changes its length."""
+
+    submits = True
+
+    def add_place_options(self, group: argparse._ArgumentGroup) -> None:
+        text = "the job's folder, on a file system that all machines see (./NAME.taskgraph)"
+        group.add_argument("--folder", metavar="DIR", help=text)
+
+    def add_options(self, group: argparse._ArgumentGroup) -> None:
+        add_slurm_options(group)
+
+    def place(self, options: argparse.Namespace) -> dict[str, str]:
+        return {"folder": os.path.abspath(options.folder)} if options.folder else {}
+
+    def text(self, request: Request) -> str:
+        return "".join((self._script(request), *(f"# {shlex.join(words)}\n" for words in _submissions(request))))
+
+    def _script(self, request: Request) -> str:
+        options = request.options
+        return script(element_of(request), resources_of(options), request.nodes, _patch(options.patch))
+
+    async def start(self, request: Request) -> dict[str, str]:
+        folder = element_of(request).folder
+        made = await _prepare(folder, request.job)
+        try:
+            token = request.token or secrets.token_hex(32)
+            write_whole(folder.token, f"{token}\n".encode())
+            write_whole(folder.run, secrets.token_hex(8).encode())
+            write_whole(folder.script, self._script(request).encode())
+            if not request.node_tls and not request.insecure:
+                await asyncio.to_thread(_write_certificates, folder, request.job)
+            for words in _submissions(request):
+                await _submit(folder, words)
+        except BaseException:
+            with contextlib.suppress(JobError, TransportError):
+                await _cancel(folder)
+            if made:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+        return {"folder": str(folder.path), "kept": str(folder.kept), "token": token, **own_access(request)}
+
+    async def scale(self, job: str, where: Mapping[str, str], nodes: int) -> str:
+        folder = _folder(job, where)
+        if nodes == 0:
+            raise JobError(f"the first element keeps the job: leave 1 node, or end it with `taskgraph shutdown {job}`")
+        there = [each for each in await queue(arrays_in(folder)) if not each.ending]
+        if not there:
+            raise JobError(f"job {job!r} has no elements in Slurm's queue: it has ended, or was cancelled")
+        # Those that wait go first, then the newest; the first one last.
+        surplus = sorted(there, key=lambda each: (each.running, -each.number))[: max(0, len(there) - nodes)]
+        for each in surplus:
+            await _let_go(each)
+        if surplus:
+            return f"{', '.join(str(each.number) for each in surplus)} hand over and leave"
+        if not (more := nodes - len(there)):
+            return f"it has {nodes} already"
+        used = {each.number for each in there}
+        for words in _more_arrays([number for number in range(nodes + len(used)) if number not in used][:more]):
+            await _submit(folder, ["sbatch", "--parsable", *words, str(folder.script)])
+        return f"{more} more wait for machines: `taskgraph status {job}`"
+
+    async def logs(self, job: str, where: Mapping[str, str], node: str | None, *, follow: bool) -> AsyncIterator[str]:
+        folder = _folder(job, where)
+        number = node.partition(".")[0] if node else None  # nodes are called 3.0, 3.1, ... after their element
+
+        def files() -> Sequence[Path]:
+            found = folder.logs.glob(f"{number}.log" if number else "[0-9]*.log")
+            return sorted(found, key=lambda path: (len(path.stem), path.stem))
+
+        if not files() and not follow:
+            raise JobError(f"job {job!r}: {folder.logs} has no log of {f'node {node!r}' if node else 'its nodes'} yet")
+        async for line in follow_files(files, ended=lambda: not follow or folder.ended.exists()):
+            yield line
+
+    async def stop(self, job: str, where: Mapping[str, str]) -> None:
+        folder = _folder(job, where)
+        if folder.path.is_dir():
+            write_whole(folder.ended, b"1\n")  # an element that is about to start ends at once
+            await _cancel(folder)
+            remove_file(folder.etcd_at)
+
+    async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
+        return waiting_lines(await queue(arrays_in(_folder(job, where))))
+
+
+def arrays_in(folder: Folder) -> list[int]:
+    """Returns the ids of a job's array jobs; none if the folder has no job."""
+    try:
+        return [int(word) for word in folder.arrays.read_text().split()]
+    except (FileNotFoundError, ValueError):
+        return []
+
+
+def _folder(job: str, where: Mapping[str, str]) -> Folder:
+    folder = Folder(Path(where.get("folder") or os.path.abspath(f"{job}.taskgraph")))
+    if not folder.script.exists():
+        raise JobError(f"{folder.path} is not the folder of a job on Slurm: name the folder of {job!r} with --folder")
+    return folder
+
+
+def _patch(path: str | None) -> str:
+    try:
+        return Path(path).read_text() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"--patch {path} cannot be read: {error}") from error
+
+
+def _submissions(request: Request) -> list[list[str]]:
+    """Returns the calls of sbatch that submit a job."""
+    sbatch, file = ["sbatch", "--parsable"], str(element_of(request).folder.script)
+    calls = [[*sbatch, file]]
+    if request.extra_nodes:
+        calls.append([*sbatch, *array_words(request.nodes, request.extra_nodes, request.extra_priority), file])
+    return calls
+
+
+def _more_arrays(numbers: Sequence[int]) -> list[list[str]]:
+    """Returns the options of sbatch for further elements with these numbers."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    calls = []
+    for first in starts:
+        count = next(count for count in range(1, len(numbers) + 1) if first + count not in numbers)
+        calls.append(array_words(first, count))
+    return calls
+
+
+async def _prepare(folder: Folder, job: str) -> bool:
+    """Makes the job's folder, or empties that of a job that has ended. Returns True if it was made.
+
+    Raises:
+        JobError: the folder is in use, or is none of ours.
+    """
+    path = folder.path
+    try:
+        made = not path.exists()
+        if made:
+            path.mkdir(mode=0o700)
+        elif any(path.iterdir()) and not folder.script.exists():
+            raise JobError(f"{path} has other files: name another --folder, or remove it")
+        elif await queue(arrays_in(folder)):
+            raise JobError(f"job {job!r} runs already ({path}): `taskgraph shutdown {job}` ends it; or choose a --name")
+        path.chmod(0o700)
+        for each in (folder.etcd, folder.left, folder.logs, folder.tls, folder.kept):
+            shutil.rmtree(each, ignore_errors=True)
+        for each in (folder.arrays, folder.ended, folder.etcd_at, folder.result):
+            each.unlink(missing_ok=True)
+        for each in (folder.left, folder.logs):
+            each.mkdir()
+    except OSError as error:
+        raise JobError(f"--folder {path}: {error.strerror}: {error.filename}") from error
+    return made
+
+
+def _write_certificates(folder: Folder, job: str) -> None:
+    from taskgraph.clusters.credentials import job_certificates
+
+    folder.tls.mkdir(mode=0o700, exist_ok=True)
+    for name, data in job_certificates(tls_of(folder, job)["name"]).items():
+        if name in (CA, CERT, KEY):
+            write_whole(folder.tls / name, data)
+
+
+async def _submit(folder: Folder, words: Sequence[str]) -> None:
+    number = (await slurm(*words, again=False)).strip().partition(";")[0]  # a federation adds its cluster's name
+    with folder.arrays.open("a") as file:
+        file.write(f"{int(number)}\n")
+
+
+async def _let_go(element: Seen) -> None:
+    """Lets an element hand over and end, without coming back."""
+    if not element.running:
+        await slurm("scancel", element.name, no_job="")
+        return
+    await slurm("scontrol", "update", f"JobId={element.name}", "Requeue=0", no_job="")
+    await slurm("scancel", "--signal=TERM", element.name, no_job="")
+
+
+async def _cancel(folder: Folder) -> None:
+    """Cancels all elements, and waits for their end.
+
+    Raises:
+        TransportError: Slurm did not end them in time.
+    """
+    arrays = arrays_in(folder)
+    for array in arrays:
+        await slurm("scancel", str(array), no_job="")
+    for _ in range(round(_GONE_S / _LOOK_S)):
+        if not (left := await queue(arrays)):
+            return
+        await asyncio.sleep(_LOOK_S)
+    names = ", ".join(each.name for each in left)
+    raise TransportError(f"Slurm has not ended {names} within {_GONE_S:g} s: look with `squeue --me`")

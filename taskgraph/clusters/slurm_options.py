@@ -1,0 +1,121 @@
+"""The options of `submit --on slurm`, and what elements of the array run because of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from taskgraph.clusters.api import Request
+from taskgraph.clusters.credentials import certificate_name
+from taskgraph.clusters.slurm_script import Element, Folder, Resources
+from taskgraph.errors import JobError
+from taskgraph.network.tls import CA, CERT, KEY
+
+__all__ = ["add_slurm_options", "element_of", "own_access", "resources_of", "tls_of"]
+
+_ETCD_OPTIONS = {
+    "ca": "--etcd-ca",
+    "cert": "--etcd-cert",
+    "key": "--etcd-key",
+    "username": "--etcd-user",
+    "password_file": "--etcd-password-file",
+}
+"""By name in `Request.etcd_access`. A password without a file is in the environment, which sbatch passes on."""
+
+
+def add_slurm_options(group: argparse._ArgumentGroup) -> None:
+    """Adds the options of `submit` that `element_of` and `resources_of` read."""
+    add = group.add_argument
+    add("--partition", metavar="NAME", help="the partition (the site's default)")
+    add("--account", metavar="NAME", help="the account to charge")
+    add("--qos", metavar="NAME", help="the quality of service")
+    add("--time", metavar="TIME", help="how long an element may run before it is queued again, as sbatch takes it")
+    add("--constraint", metavar="FEATURES", help="features that the machines must have")
+    add("--cpus-per-node", type=int, default=0, metavar="N", help="cores of each node of the job")
+    add("--memory", metavar="SIZE", help="memory of each node, such as 4G")
+    add("--gpus", type=int, default=0, metavar="N", help="devices of each node")
+    text = "lines to add to the script: of #SBATCH to its header, others to run before the node (`module load`)"
+    add("--patch", metavar="FILE", help=text)
+    add("--python", metavar="PATH", help="Python on the machines (this one)")
+    text = "how a machine finds the name or address that the others reach, as a shell reads it ($(hostname))"
+    add("--listen", default="$(hostname)", metavar="HOST", help=text)
+
+
+def resources_of(options: argparse.Namespace) -> Resources:
+    """Returns what elements ask for."""
+    for name in ("cpus_per_node", "gpus"):
+        if getattr(options, name) < 0:
+            raise JobError(f"--{name.replace('_', '-')} {getattr(options, name)}: 1 or more")
+    return Resources(
+        partition=options.partition or "",
+        account=options.account or "",
+        qos=options.qos or "",
+        time=options.time or "",
+        constraint=options.constraint or "",
+        memory=options.memory or "",
+        cpus=options.cpus_per_node,
+        gpus=options.gpus,
+    )
+
+
+def tls_of(folder: Folder, job: str) -> dict[str, str]:
+    """Returns the files and the fixed name of certificates that are made for a job."""
+    files = {"ca": CA, "cert": CERT, "key": KEY}
+    return {**{name: str(folder.tls / file) for name, file in files.items()}, "name": certificate_name(job)}
+
+
+def _node_tls(request: Request, folder: Folder) -> dict[str, str]:
+    if request.node_tls or request.insecure:
+        return request.node_tls
+    return tls_of(folder, request.job)
+
+
+def own_access(request: Request) -> dict[str, str]:
+    """Returns how other commands reach the job, as far as the launcher decides that: parts of `where`."""
+    folder = _folder(request)
+    tls = _node_tls(request, folder)
+    found = {f"tls_{name}": value for name, value in tls.items()}
+    if not request.etcd:
+        found |= {"etcd": f"file:{folder.etcd_at}"}
+        found |= {f"etcd_{name}": value for name, value in tls.items() if name != "name"}
+    return found
+
+
+def element_of(request: Request) -> Element:
+    """Returns what each element of a job's array runs.
+
+    Raises:
+        JobError: an option makes no sense.
+    """
+    options, folder = request.options, _folder(request)
+    tls = _node_tls(request, folder)
+    if not request.etcd:
+        access = {name: value for name, value in tls.items() if name != "name"}
+    else:
+        access = {name: value for name, value in request.etcd_access.items() if name in _ETCD_OPTIONS}
+    reach = ["--etcd", request.etcd or f"file:{folder.etcd_at}"]
+    for name, value in access.items():
+        reach += [_ETCD_OPTIONS[name], value]
+    reach += ["--token-file", str(folder.token)]
+    for name, value in tls.items():
+        reach += [f"--tls-{name}", value]
+    given = ("--name", *(() if "--name" in request.words else (request.job,)))
+    words = request.words if "--name" in request.words else (*given, *request.words)
+    return Element(
+        job=request.job,
+        python=options.python or sys.executable,
+        directory=Path.cwd(),
+        folder=folder,
+        own_etcd=not request.etcd,
+        reach=tuple(reach),
+        submit=("submit", request.driver, *words, "--nodes", str(request.nodes), "--result", str(folder.result)),
+        node=() if tls else ("--insecure-listen",),
+        listen=options.listen,
+        drain_s=request.drain_s,
+    )
+
+
+def _folder(request: Request) -> Folder:
+    return Folder(Path(os.path.abspath(request.options.folder or f"{request.job}.taskgraph")))
