@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -104,6 +105,7 @@ class _Companion:
                     return 1
                 write_whole(self._folder.ended, f"{submitted.result()}\n".encode())
             await self._end_elements(stopped)
+        shutil.rmtree(self._folder.etcd, ignore_errors=True)
         return 0
 
     @asynccontextmanager

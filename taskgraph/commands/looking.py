@@ -64,7 +64,15 @@ def status(options: argparse.Namespace) -> int:
     if kept is not None:
         _print_finished(options.job, kept, as_json=options.json)
         return 0
-    return uvloop.run(_status(options))
+    try:
+        return uvloop.run(_status(options))
+    except (Unavailable, UnknownJob) as error:
+        if options.job:
+            from taskgraph.commands.placing import waiting
+
+            for line in uvloop.run(waiting(options.job)):  # perhaps nothing runs yet
+                error.add_note(line)
+        raise
 
 
 async def _status(options: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ _CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
-AuthInfo=socket={folder}/munge.sock,cred_expire=3
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 SlurmctldPort={port}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid

@@ -81,7 +81,7 @@ class Endpoint(NamedTuple):
         try:
             words = self.file.read_text().split()
         except OSError as error:
-            raise NoAddress(f"{self.file}, has no address of etcd: {error.strerror}") from error
+            raise NoAddress(f"etcd does not run: {self.file} would have its address ({error.strerror})") from error
         if not words:
             raise NoAddress(f"{self.file} is empty, and would have etcd's address")
         return Endpoint.parse(words[0], tls_default=self.tls), words[1] if len(words) > 1 else ""
