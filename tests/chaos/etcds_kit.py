@@ -10,11 +10,11 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from taskgraph.coordination.public import keeping_options
 from processes_kit import free_port
 
 from taskgraph.coordination.embedded import find_etcd, version_of
 from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.public import keeping_options
 from taskgraph.errors import Unavailable
 
 _LIMIT_S = 30.0
