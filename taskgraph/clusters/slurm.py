@@ -1,7 +1,7 @@
 """`submit --on slurm`: nodes are the elements of an array of one-node jobs. The command submits, and is done.
 
 Slurm keeps the elements: it starts those that wait when there is room, and queues those again whose machine failed or
-was wanted for others. `slurm_script` has the script, and says what is in the job's folder; `slurm_companion` is what
+was wanted for others. `slurm_script` has the script, and says what is in the job's folder; `commands.slurm_companion` is what
 the first element runs beside its node.
 """
 

@@ -249,7 +249,7 @@ _FIRST = """
 companion() {{
     trap 'kill $running; wait $running; exit' TERM
     while [ ! -e "$folder/ended" ]; do
-        "$python" -P -m taskgraph.clusters.slurm_companion "$folder" --element "$element"{own} -- \\
+        "$python" -P -m taskgraph.commands.slurm_companion "$folder" --element "$element"{own} -- \\
             {words} \\
             >>"$folder/logs/submit.log" 2>&1 &
         running=$!

@@ -1,6 +1,6 @@
 """What the first element of a job on Slurm runs beside its node: it submits the job, and ends the array with the job.
 
-    python -P -m taskgraph.clusters.slurm_companion FOLDER --element ARRAY_NUMBER [--own-etcd HOST] -- submit ...
+    python -P -m taskgraph.commands.slurm_companion FOLDER --element ARRAY_NUMBER [--own-etcd HOST] -- submit ...
 
 It runs the job's etcd if the job brings one, and `taskgraph submit --wait`, which collects the values. It also watches
 Slurm's queue, and writes into the job's events why elements went: nothing depends on that. When the job has ended, it
