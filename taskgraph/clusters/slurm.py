@@ -1,8 +1,8 @@
 """`submit --on slurm`: nodes are the elements of an array of one-node jobs. The command submits, and is done.
 
 Slurm keeps the elements: it starts those that wait when there is room, and queues those again whose machine failed or
-was wanted for others. `slurm_script` has the script, and says what is in the job's folder; `commands.slurm_companion` is what
-the first element runs beside its node.
+was wanted for others. `slurm_script` has the script, and says what is in the job's folder. The first element runs
+`commands.slurm_companion` beside its node.
 """
 
 from __future__ import annotations
