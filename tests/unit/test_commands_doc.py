@@ -14,12 +14,13 @@ from taskgraph.cli import parser
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "commands.md").read_text("utf-8")
 PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+LAUNCHERS = ("local", "slurm")
 HELP = {"-h", "--help", "--help-all"}
 OPTION = re.compile(r"(?<![\w`-])(?:`)?(--?[a-z][\w-]*)")
 
 
-def commands() -> dict[str, argparse.ArgumentParser]:
-    (found,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+def commands(*words: str) -> dict[str, argparse.ArgumentParser]:
+    (found,) = (action for action in parser(words)._actions if isinstance(action, argparse._SubParsersAction))
     return dict(found.choices)
 
 
@@ -65,7 +66,17 @@ def test_page_has_shared_options() -> None:
 def test_options_that_pages_show_exist(page: str) -> None:
     for name, rest in re.findall(r"taskgraph ([a-z]+)((?: [^`\n#)]*)?)", PAGES[page]):
         if name in COMMANDS:
-            assert set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest)) <= options(COMMANDS[name]) | HELP, f"{name}{rest}"
+            on = re.search(r"--on ([a-z]+)", rest)
+            known = options(commands(*(("--on", on[1]) if on is not None and on[1] in LAUNCHERS else ()))[name])
+            assert set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest)) <= known | HELP, f"{name}{rest}"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_page_of_clusters_has_the_options_of_launchers(launcher: str) -> None:
+    section = PAGES["clusters.md"].partition(f"## {launcher.capitalize()}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `--")]
+    own = options(commands("--on", launcher)["submit"]) - options(COMMANDS["submit"])
+    assert {option for row in rows for option in OPTION.findall(row)} == own
 
 
 def test_word_lists_are_commands() -> None:
