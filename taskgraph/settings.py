@@ -56,7 +56,7 @@ class Settings:
         setup_s: limit for a candidate to receive a boundary and run `setup()`, after which the offer is tried again.
         results_kept_s: how long nodes keep results that are not collected, unless the launcher lives.
         fatal_deaths: the number of nodes whose processes end while the same code of one task runs in one epoch, that
-            fails the job.
+            fails the job. In an elastic job: how often all its workers may die before it gets past the same sum.
         device_failures: nodes that one task may end in one epoch by errors of CUDA devices, and attempts of an epoch
             that may end since another node's device failed to copy a value; the next one fails the job.
         device_memory: how much of a CUDA device's memory the nodes of a launcher that share it may hold together.

@@ -24,6 +24,7 @@ from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Worker
 from taskgraph.protocol.messages import Encoded, PartSums, SliceSum
+from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.outbox import Outboxes
@@ -67,6 +68,8 @@ class Contributions:
 
     def hold(self, finished: Finished) -> None:
         """Holds the sums of parts that user code has finished."""
+        for sums in finished.sums.values():
+            sums.workers = (self._node.name,)
         self._own |= finished.sums
         if finished.encoded is not None and finished.encoded.view == self._core.number:
             self._encoded[tuple(finished.sums)] = finished.encoded
@@ -108,11 +111,12 @@ class Contributions:
 
     # -- what others sent -------------------------------------------------------------------------
 
-    def receive(self, message: PartSums) -> Contribution:
+    def receive(self, worker: str, message: PartSums) -> Contribution:
         """Keeps the sums of another worker's contribution, and returns the contribution."""
         spans = tuple(Span(*span) for span in message.spans)
         if message.view >= self._core.number and message.position >= self._core.position:
             for span, sums in zip(spans, decode_sums(message.value), strict=True):
+                sums.workers = (name_of(worker),)
                 self._received.setdefault((message.view, message.position, span), sums)
         there = (self._received.get((message.view, message.position, span)) for span in spans)
         large = self._together is None and (message.apart or self.are_large(filter(None, there)))

@@ -76,7 +76,7 @@ class Inbox:
                 held = tuple(Span(*span) for span in message.held)
                 return core.report(worker, view, Report(message.position, message.whole, held, message.begun))
             case PartSums():
-                return core.contribution(worker, self._contributions.receive(message))
+                return core.contribution(worker, self._contributions.receive(worker, message))
             case SliceSum():
                 self._contributions.receive_slice(worker, message)
             case Totals():

@@ -48,9 +48,10 @@ class Sums:
         layout: of the tree.
         arrays: flat and C-contiguous, one for each dtype, in the order of the dtypes' first elements in the tree.
         collected: part -> the encoded tree that it collected, in the order of the parts.
+        workers: the name of the worker that computed it; if trees differ, of a worker with each of the two; or empty.
     """
 
-    __slots__ = ("arrays", "collected", "layout")
+    __slots__ = ("arrays", "collected", "layout", "workers")
 
     def __init__(
         self, layout: Layout, arrays: Sequence[NDArray[Any]], collected: Mapping[int, Encoded] | None = None
@@ -58,6 +59,7 @@ class Sums:
         self.layout = layout
         self.arrays = tuple(arrays)
         self.collected = dict(collected or {})
+        self.workers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tree: Any, collected: Mapping[int, Encoded] | None = None, allocate: Allocate | None = None) -> Sums:
@@ -85,7 +87,12 @@ class Sums:
 
     def without_arrays(self) -> Sums:
         """Returns the layout and what was collected."""
-        return Sums(self.layout, (), self.collected)
+        return self._with((), self.collected)
+
+    def _with(self, arrays: Sequence[NDArray[Any]], collected: Mapping[int, Encoded]) -> Sums:
+        sums = Sums(self.layout, arrays, collected)
+        sums.workers = self.workers
+        return sums
 
     def slice(self, index: int, count: int) -> Sums:
         """Returns the elements of one of `count` ranges, with the layout of all. No copy: this sum is read-only now."""
@@ -93,7 +100,7 @@ class Sums:
         for array in self.arrays:
             array.flags.writeable = False
             arrays.append(array[array.size * index // count : array.size * (index + 1) // count])
-        return Sums(self.layout, arrays, self.collected)
+        return self._with(arrays, self.collected)
 
     @property
     def is_unlike(self) -> bool:
@@ -106,12 +113,14 @@ class Sums:
         Uses the arrays of this sum, unless they were sent or received: then they are read-only.
         """
         if self.layout != other.layout:
-            unlike = next((each.layout for each in (self, other) if each.is_unlike), None)
-            layout = unlike or (_UNLIKE, difference(self.layout, other.layout))
-            return Sums(layout, (), {**self.collected, **other.collected})
+            unlike = next((each for each in (self, other) if each.is_unlike), None)
+            if unlike is None:
+                unlike = Sums((_UNLIKE, difference(self.layout, other.layout)), ())
+                unlike.workers = (*self.workers, *other.workers)
+            return unlike._with((), {**self.collected, **other.collected})
         with np.errstate(all="ignore"):  # inf and nan are `nonfinite` of run.steps
             arrays = [_added(a, b, allocate) for a, b in zip(self.arrays, other.arrays, strict=True)]
-        return Sums(self.layout, arrays, {**self.collected, **other.collected})
+        return self._with(arrays, {**self.collected, **other.collected})
 
     @property
     def is_large(self) -> bool:
@@ -129,7 +138,8 @@ class Sums:
             allocate: gives memory for large copies.
         """
         if self.is_unlike:
-            raise StepError(_unlike_text(*self.layout[1]))
+            path, first, second = self.layout[1]
+            raise StepError(_unlike_text(path, first, second, self.workers))
         at = {array.dtype: 0 for array in self.arrays}
         arrays = {array.dtype: array for array in self.arrays}
         if not views:
@@ -159,11 +169,12 @@ def _is_finite(array: NDArray[Any]) -> bool:
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
-def _unlike_text(path: tuple[str, ...], first: str, second: str) -> str:
+def _unlike_text(path: tuple[str, ...], first: str, second: str, workers: Sequence[str]) -> str:
     where = ".".join(path[1:] if path[:1] == ("add",) else path) or "what they add"
+    one, other = (f"the parts of {name}" for name in workers) if len(workers) == 2 else ("some parts", "others")
     return (
-        f"{where} is {first} in some parts, and {second} in others: add the same names with the same shapes and dtypes "
-        f"in all parts, on all workers"
+        f"{where} is {first} in {one}, and {second} in {other}: add the same names with the same shapes and dtypes in "
+        f"all parts, on all workers"
     )
 
 

@@ -16,9 +16,10 @@ from taskgraph.elastic_jobs.differing import Differences
 from taskgraph.elastic_jobs.interface import WorkerNode
 from taskgraph.elastic_jobs.joining import Joining
 from taskgraph.errors import JobError
+from taskgraph.node.membership.failing import deaths_text
 from taskgraph.observe.format import counted
 from taskgraph.protocol.elastic import transactions
-from taskgraph.protocol.elastic.succession import first_view, lone_view, must_go_on_alone, next_view
+from taskgraph.protocol.elastic.succession import count_returns, first_view, lone_view, must_go_on_alone, next_view
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.kv import Compare
@@ -184,9 +185,13 @@ class ViewChanger:
         if node.has_begun() and saved > node.engine.core.position:
             node.begin_anew()
         self.stop_joining()  # no donor is left
-        view, writer = lone_view(job, node.id), node.writer()
+        sums = node.engine.core.position if node.has_begun() else saved
+        if count_returns(job, sums)[0] >= node.settings.fatal_deaths:
+            await self._fail_in_vain(sums)
+            return
+        view, writer, me = lone_view(job, node.id), node.writer(), (node.id, node.node_revision)
         gone = sorted({*self.workers} & node.gone)
-        txn = transactions.return_alone(job, view, gone, node=node.id, node_revision=node.node_revision, writer=writer)
+        txn = transactions.return_alone(job, view, gone, me, sums=sums, writer=writer)
         revision = await node.put_view(txn, writer)
         if revision is None:
             await node.short_pause()
@@ -201,6 +206,19 @@ class ViewChanger:
             core.enter(view.number)
             node.lineage = view.number
         await node.keeper.wait_for_revision(revision)
+
+    async def _fail_in_vain(self, sums: int) -> None:
+        """Fails the job: its code ends all workers at the same place, each time that they get there."""
+        node, job = self._node, self._node.keeper.view
+        assert job.workers is not None
+        times = node.settings.fatal_deaths
+        died = {name_of(worker): job.gone[worker].record for worker in self.workers if worker in job.gone}
+        error = JobError(
+            f"all workers have ended {times} times (fatal_deaths={times}) before the job got past sum {sums}, and "
+            f"would again: {deaths_text(died)}. Look at the code of the steps after it; where it is not to blame, a "
+            f"larger Settings(fatal_deaths=...) lets more workers try"
+        )
+        await node.fail_by(error, Compare(job.keys.workers, job.workers.mod_revision))
 
     async def _fail_without_state(self) -> None:
         node, job = self._node, self._node.keeper.view

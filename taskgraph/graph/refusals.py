@@ -207,7 +207,7 @@ def _torch_advice(name: str, names: Set[str]) -> str | None:
     if names & {"device", "dtype", "layout", "memory_format"}:
         return "send its name, str(x)"
     if names & {"Module", "Optimizer", "LRScheduler"}:
-        text = "send dict(x.state_dict()), as snapshot() can, and x.load_state_dict() takes it back"
+        text = "send x.state_dict(), as snapshot() can, and x.load_state_dict() takes it back"
     elif "Generator" in names:
         text = "draw from epoch.rng, or one with the seed part.seed; or send x.get_state()"
     elif "Parameter" in names:

@@ -45,6 +45,7 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import JobProgress
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.network import rpc
+from taskgraph.observe.events import Event
 from taskgraph.results import JobResult
 from taskgraph.transport.hello import token_mark
 
@@ -198,7 +199,8 @@ async def arun(
                 raise JobError("with 0 nodes all runs in this process: there is no node to replace")
             from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process
 
-            result = await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
+            on_event = hooks.on_event or _warn_unchanged
+            result = await arun_inprocess(job, timeout_s=timeout_s, on_event=on_event, resume=resume, fresh=fresh)
         else:
             before = sys.exception()
             try:
@@ -219,6 +221,12 @@ async def arun(
         if shown is not None:
             shown.end(result.reports)
         return result
+
+
+def _warn_unchanged(event: Event) -> None:
+    """Logs that an elastic job trains nothing, if nothing shows its events."""
+    if event.kind == "unchanged":
+        log.warning("%s", event.text)
 
 
 async def _on_nodes(

@@ -87,11 +87,15 @@ class WorkersRecord(Record, frozen=True, kw_only=True):
 
     Attributes:
         workers: (node, number of the view by which it entered) of each worker, the most senior one first.
+        returns: the number of lineages, this one included, that began one after the other after at most `returned_to`
+            sums, since the processes of all workers had ended by themselves.
     """
 
     number: int
     lineage: int
     workers: tuple[tuple[str, int], ...]
+    returns: int = 0
+    returned_to: int = 0
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ import taskgraph as tg
 from taskgraph.driver.loading import load_driver
 
 DRIVER = str(Path(__file__).parent / "drivers" / "elastic_fit.py")
+CRASH = Path(__file__).parent / "drivers" / "elastic_crash.py"
 UNFINISHED = Path(__file__).parent / "drivers" / "elastic_unfinished.py"
 
 
@@ -139,6 +140,14 @@ async def test_commands_that_look(cli: Cli) -> None:
     printed = await cli("result", "fit", "--json")
     assert json.loads(printed.out)["values"].keys() == {"0"}
     await cli.nothing_left()
+
+
+@pytest.mark.slow
+async def test_code_that_ends_all_workers_fails_the_job(cli: Cli, tmp_path: Path) -> None:
+    done = await cli("run", str(CRASH), "--nodes", "1", "--replace", "-o", f"checkpoint=file://{tmp_path}/kept")
+    assert done.code == 1
+    said = "all workers have ended 2 times (fatal_deaths=2) before the job got past sum 2, and would again: n2 exited"
+    assert said in done.err and "its checkpoint of sum 2 is complete" in done.err
 
 
 async def test_run_without_final_manifest_is_resumed(cli: Cli, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.succession import first_view, leavers, lone_view, must_go_on_alone, next_view
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Worker
-from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.kv import Delete, Put, Txn
+from taskgraph.protocol.records import GoneRecord
 
 NONE: frozenset[str] = frozenset()
 
@@ -156,6 +157,29 @@ def test_whole_worker_never_goes_on_alone() -> None:
     world = begun("a", "b")
     core = whole(world, "a")
     assert not must_go_on_alone(world.view(), "a", core, gone=frozenset({"b"}), excluded_by=-1, none_whole_in=0)
+
+
+def test_returns_count_until_one_gets_further() -> None:
+    world = begun("a")
+
+    def returned(dead: str, me: str, sums: int, *, intended: bool = False) -> int:
+        """A node returns, another one joins."""
+        record = GoneRecord(reason="killed by SIGKILL", intended=intended)
+        world.run(Txn(success=(Delete(world.keys.node(dead)), Put(world.keys.gone(dead), record.to_bytes()))))
+        world.register(me)
+        job, proposer = world.view(), (me, world.revisions[me])
+        alone = lone_view(job, me)
+        txn = transactions.return_alone(job, alone, (dead,), proposer, sums=sums, writer=world.writer())
+        assert world.run(txn).succeeded and put(world, alone.joined_by("other"), me)
+        workers = world.view().workers
+        assert workers is not None
+        return workers.record.returns
+
+    assert returned("a", "b", 3) == 1
+    assert returned("b", "c", 3) == 2
+    assert returned("c", "d", 3, intended=True) == 2, "`taskgraph kill` does not count"
+    assert returned("d", "e", 2) == 3
+    assert returned("e", "f", 4) == 1
 
 
 def test_most_senior_goes_on_alone_where_no_worker_holds_all_totals() -> None:

@@ -321,7 +321,9 @@ def a_newcomer_returns_while_workers_live(patch: pytest.MonkeyPatch) -> None:
             node.gone = gone
 
     _changed(patch, ViewChanger, "_must_go_on_alone", must_return)
-    _changed(patch, transactions, "return_alone", lambda put, job, view, gone, **how: put(job, view, (), **how))
+    _changed(
+        patch, transactions, "return_alone", lambda put, job, view, gone, *who, **how: put(job, view, (), *who, **how)
+    )
 
 
 @plant

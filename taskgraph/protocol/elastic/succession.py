@@ -14,7 +14,7 @@ from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Phase, Worker
 from taskgraph.protocol.view import JobView
 
-__all__ = ["first_view", "leavers", "lone_view", "must_go_on_alone", "next_view"]
+__all__ = ["count_returns", "first_view", "leavers", "lone_view", "must_go_on_alone", "next_view"]
 
 Workers = frozenset[str]
 
@@ -83,6 +83,22 @@ def must_go_on_alone(
     if core.phase == Phase.OUTSIDE:
         return view.number >= excluded_by and {*view.workers} - {me} <= gone
     return none_whole_in == view.number and view.workers[0] == me
+
+
+def count_returns(job: JobView, sums: int) -> tuple[int, int]:
+    """Returns `returns` and `returned_to` of the lineage that begins now, after this number of sums.
+
+    It counts only if the process of a worker ended, and nobody meant it to.
+    """
+    if job.workers is None:
+        return 0, 0
+    before = job.workers.record
+    died = {worker for worker, known in job.gone.items() if known.record.died and not known.record.intended}
+    if died.isdisjoint(worker for worker, _ in before.workers):
+        return before.returns, before.returned_to
+    if before.returns and sums <= before.returned_to:
+        return before.returns + 1, before.returned_to
+    return 1, sums
 
 
 def lone_view(job: JobView, me: str) -> View:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from msgspec import structs
+
+from taskgraph.protocol.elastic.succession import count_returns
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.kv import Compare, Put, Txn
-from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord, WorkersRecord
 from taskgraph.protocol.view import JobView
 
 __all__ = ["finish", "point_to_checkpoint", "propose", "return_alone"]
@@ -19,28 +22,43 @@ __all__ = ["finish", "point_to_checkpoint", "propose", "return_alone"]
 
 def propose(job: JobView, view: View, *, node: str, node_revision: int, writer: str) -> Txn:
     """Puts the view that follows the one of `job`, or the first one."""
+    record = view.record(writer)
+    if job.workers is not None:
+        record = structs.replace(record, returns=job.workers.record.returns, returned_to=job.workers.record.returned_to)
+    return _put(job, record, node, node_revision)
+
+
+def _put(job: JobView, record: WorkersRecord, node: str, node_revision: int) -> Txn:
     return Txn(
         compares=(
             Compare(job.keys.workers, job.workers.mod_revision if job.workers else 0),
             Compare(job.keys.node(node), node_revision),
             Compare(job.keys.spec, job.spec_revision),
         ),
-        success=(Put(job.keys.workers, view.record(writer).to_bytes()),),
+        success=(Put(job.keys.workers, record.to_bytes()),),
     )
 
 
-def return_alone(job: JobView, view: View, gone: Iterable[str], *, node: str, node_revision: int, writer: str) -> Txn:
+def return_alone(
+    job: JobView, view: View, gone: Iterable[str], proposer: tuple[str, int], *, sums: int, writer: str
+) -> Txn:
     """Puts the first view of a lineage, since no worker of the view of `job` holds all totals.
 
     It compares the absence of the keys of those that are gone, so none of them can have come back, and the checkpoint,
     so the new lineage begins from the newest one.
+
+    Args:
+        proposer: its node id, and the revision of its key.
+        sums: the number of totals after which the lineage begins.
 
     Raises:
         LookupError: there is no view.
     """
     if job.workers is None:
         raise LookupError("there is no view")
-    txn = propose(job, view, node=node, node_revision=node_revision, writer=writer)
+    returns, returned_to = count_returns(job, sums)
+    record = structs.replace(view.record(writer), returns=returns, returned_to=returned_to)
+    txn = _put(job, record, *proposer)
     absent = tuple(Compare(job.keys.node(worker), 0) for worker in gone)
     checkpoint = Compare(job.keys.checkpoint, job.checkpoint.mod_revision if job.checkpoint else 0)
     return replace(txn, compares=(*txn.compares, *absent, checkpoint))

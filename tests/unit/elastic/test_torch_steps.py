@@ -206,6 +206,11 @@ def test_strict_run_fails_if_training_changes_nothing() -> None:
     tg.testing.run(predicted())  # it trains nothing
 
 
+def test_run_in_one_process_warns_if_training_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    tg.run(updated_in_the_part_loop(), nodes=0)
+    assert [r.message[:51] for r in caplog.records] == ["the first 3 steps changed nothing in run.state: cal"]
+
+
 @pytest.mark.parametrize(("where", "unchanged"), [("in the part loop", 1), ("after zero_grad", 1), ("after it", 0)])
 async def test_optimizer_without_gradients_is_an_event(where: str, unchanged: int) -> None:
     def body(run: Any) -> Any:

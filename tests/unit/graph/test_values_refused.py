@@ -140,9 +140,9 @@ TENSOR = of("torch", "Tensor")
 @pytest.mark.parametrize(
     ("kind", "way_out"),
     [
-        (MODULE, "dict(x.state_dict())"),
-        (of("__main__", "Net", MODULE), "dict(x.state_dict())"),
-        (of("torch.optim", "SGD", of("torch.optim", "Optimizer")), "dict(x.state_dict())"),
+        (MODULE, "send x.state_dict()"),
+        (of("__main__", "Net", MODULE), "send x.state_dict()"),
+        (of("torch.optim", "SGD", of("torch.optim", "Optimizer")), "send x.state_dict()"),
         (of("torch", "Generator"), "x.get_state()"),
         (of("torch", "dtype"), "str(x)"),
         (of("torch.nn", "Parameter", TENSOR), "p.detach()"),
