@@ -28,6 +28,7 @@ from taskgraph.commands.drivers import job_of
 from taskgraph.commands.running import print_result
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.errors import DecodeError, JobError, JobRunning, Unavailable, UnknownJob
+from taskgraph.launch import resuming
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.protocol.records import State, StatusRecord
@@ -289,7 +290,7 @@ def test_failed_submit_leaves_no_token(
 
     fails = fail_at_once if meets == "opened" else fail
     for name, does in {"opened": opened, "plan": plan, "begin": plan, meets: fails}.items():
-        monkeypatch.setattr(submitting, name, does)
+        monkeypatch.setattr(submitting if name == "opened" else resuming, name, does)
     given = cli.parser(driver=fit).parse_args(["submit", "--etcd", "127.0.0.1:1"])
     with pytest.raises(type(error)):
         submitting.submit(given, fit)
