@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
 from taskgraph.errors import JobError
 
-__all__ = ["GROUP", "Launcher", "Request", "find_launcher", "launcher_names"]
+__all__ = ["GROUP", "Enclosed", "Inside", "Launcher", "Request", "find_launcher", "launcher_names"]
 
 GROUP = "taskgraph.launchers"
 """The group of entry points."""
@@ -113,6 +113,32 @@ class Launcher(Protocol):
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
         """Returns lines for `status`: which nodes do not run yet, and what the scheduler says about them."""
+
+
+@runtime_checkable
+class Inside(Protocol):
+    """What a launcher does in the command `submit --wait --within NAME`, which it starts within the cluster."""
+
+    async def watch_pods(self, job: str, report: Callable[[str, str, str], Awaitable[None]]) -> None:
+        """Reports why nodes go, and why others do not start, until it is cancelled.
+
+        Args:
+            report: takes the kind of an event, a node's name, and the rest of a sentence that begins with it.
+        """
+
+    async def ended(self, job: str) -> None:
+        """Ends the job's nodes, after the job has ended and its values are kept."""
+
+
+@runtime_checkable
+class Enclosed(Protocol):
+    """What a launcher knows of jobs whose etcd the submitting host may not reach."""
+
+    async def has_ended(self, job: str, where: Mapping[str, str]) -> bool:
+        """Returns True if the cluster says that the job has ended."""
+
+    def ways(self, job: str, where: Mapping[str, str], command: str) -> str:
+        """Returns how to run a command (status, say) where etcd can be reached, as a sentence."""
 
 
 def launcher_names() -> list[str]:

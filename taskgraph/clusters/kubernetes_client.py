@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,7 +144,10 @@ class Cluster:
         await _tried(
             f"the scale of Deployment {deployment}",
             lambda: self._client.patch(
-                _of("Deployment").Scale, deployment, change, patch_type=PatchType.MERGE  # type: ignore[arg-type]
+                _of("Deployment").Scale,
+                deployment,
+                change,
+                patch_type=PatchType.MERGE,
             ),
         )
 
@@ -158,14 +161,16 @@ class Cluster:
 
         return await _tried("pods", call)
 
-    async def watch(self, labels: Mapping[str, str], version: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    async def watch(self, labels: Mapping[str, str], version: str) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         """Yields changes of pods since that version: ADDED, MODIFIED or DELETED, and the pod.
 
         Raises:
             WatchExpired: list the pods again.
             TransportError: the connection broke: list again after a pause.
         """
-        changes = self._client.watch(_of("Pod"), labels=dict(labels), server_timeout=_WATCH_S, resource_version=version)
+        changes: AsyncGenerator[tuple[str, Any], None] = self._client.watch(  # type: ignore[assignment]
+            _of("Pod"), labels=dict(labels), server_timeout=_WATCH_S, resource_version=version
+        )
         try:
             while True:
                 try:
@@ -213,7 +218,9 @@ async def _tried(what: str, call: Callable[[], Awaitable[T]]) -> T:
                 raise JobError(f"{what}: the cluster's address answers {error}: is it the API server?") from error
         except http.HTTPError as error:
             if pause_s is None:
-                raise TransportError(f"Kubernetes cannot be reached ({_words(error)}): see `kubectl version`") from error
+                raise TransportError(
+                    f"Kubernetes cannot be reached ({_words(error)}): see `kubectl version`"
+                ) from error
         assert pause_s is not None
         await asyncio.sleep(pause_s)
     raise AssertionError("the last try returns or raises")

@@ -21,7 +21,7 @@ from taskgraph.clusters.manifest_text import yaml_text
 from taskgraph.clusters.patching import patched
 from taskgraph.errors import JobError
 
-__all__ = ["CORE_NODES", "labels", "manifest_text", "manifests", "secret", "selector"]
+__all__ = ["CORE_NODES", "labels", "manifest_text", "manifests", "of_job", "of_nodes", "secret"]
 
 CORE_NODES = "taskgraph/nodes"
 """An annotation: how many nodes the first Deployment may have before the second one gets any."""
@@ -38,7 +38,7 @@ _COMMENTS = {
     "Deployment.spec.strategy": "A new node first, then an old one leaves.",
     "Deployment.spec.template.spec.terminationGracePeriodSeconds": "Longer than drain_s: a node hands over first.",
     "Deployment.spec.template.spec.shareProcessNamespace": "The pause container waits for orphans of user code.",
-    "Deployment.spec.template.spec.tolerations": "A lost machine's nodes are replaced after this time, not after 300 s.",
+    "Deployment.spec.template.spec.tolerations": "Nodes of a lost machine are replaced after this, not after 300 s.",
     "Deployment.spec.template.spec.topologySpreadConstraints": "Backups are on other machines where there are some.",
     "Deployment.spec.template.spec.containers.readinessProbe": "Ready: all tasks of this node have backups in sync.",
     "Deployment.spec.template.spec.containers.resources": "No limit of cores: a node that is held up looks dead.",
@@ -56,13 +56,22 @@ def labels(job: str, component: str = "") -> dict[str, str]:
     return {**of_job, "app.kubernetes.io/managed-by": "taskgraph"}
 
 
-def selector(job: str, *components: str) -> dict[str, Any]:
-    """Returns the selector of pods of the job; of nodes, if no component is named."""
-    found = {"app.kubernetes.io/name": "taskgraph", "app.kubernetes.io/instance": job}
-    if len(components) == 1:
-        return {"matchLabels": {**found, "app.kubernetes.io/component": components[0]}}
+def of_job(job: str) -> dict[str, Any]:
+    """Returns the labels of all pods of the job, to select them."""
+    return {"app.kubernetes.io/name": "taskgraph", "app.kubernetes.io/instance": job}
+
+
+def of_nodes(job: str) -> dict[str, Any]:
+    """Returns the labels of the pods that are nodes; a list is of alternatives."""
+    return {**of_job(job), "app.kubernetes.io/component": [_NODE, _EXTRA]}
+
+
+def selector(job: str, component: str = "") -> dict[str, Any]:
+    """Returns the selector of the job's pods of one component; "": of all nodes."""
+    if component:
+        return {"matchLabels": {**of_job(job), "app.kubernetes.io/component": component}}
     nodes = {"key": "app.kubernetes.io/component", "operator": "In", "values": [_NODE, _EXTRA]}
-    return {"matchLabels": found, "matchExpressions": [nodes]}
+    return {"matchLabels": of_job(job), "matchExpressions": [nodes]}
 
 
 def manifests(request: Request, namespace: str = "") -> list[dict[str, Any]]:
@@ -146,8 +155,8 @@ def _head(request: Request, namespace: str) -> str:
     made.append(" \\\n#     ".join([f"kubectl create secret generic {name} {words[0]}", *words[1:]]))
     lines = "".join(f"#   {line}\n" for line in made)
     return (
-        f"# Job {request.job} on Kubernetes 1.26 or newer. These objects need its Secret, with the job's token and its\n"
-        f"# certificates; `taskgraph submit` without --dry-run makes that, too. By hand:\n{lines}"
+        f"# Job {request.job} on Kubernetes 1.26 or newer. These objects need a Secret with the job's token and\n"
+        f"# certificates. `taskgraph submit` without --dry-run makes it, too; by hand:\n{lines}"
     )
 
 
@@ -192,9 +201,8 @@ def _node_pod(request: Request, pods: PodOptions, name: str, priority_class: str
     pod |= {
         "terminationGracePeriodSeconds": math.ceil(request.drain_s) + _BEYOND_DRAIN_S,
         "shareProcessNamespace": True,
-        "tolerations": [
-            {"key": f"node.kubernetes.io/{what}", **lost} for what in ("not-ready", "unreachable")
-        ] + pods.tolerations,
+        "tolerations": [{"key": f"node.kubernetes.io/{what}", **lost} for what in ("not-ready", "unreachable")]
+        + pods.tolerations,
     }
     if pods.node_selector:
         pod["nodeSelector"] = pods.node_selector
@@ -212,11 +220,12 @@ def _node_pod(request: Request, pods: PodOptions, name: str, priority_class: str
 
 def _launcher(request: Request, pods: PodOptions, name: str) -> dict[str, Any]:
     result = request.options.result or "-"
-    words = ["--wait", "--within", "kubernetes", "--run", "$(JOB_UID)", "--nodes", str(request.nodes), "--result", result]
+    within = ["--wait", "--within", "kubernetes", "--run", "$(JOB_UID)"]
+    env = [_of_pod("JOB_UID", "metadata.labels['controller-uid']")]
     container = {
         "name": "launcher",
         "command": ["taskgraph", "submit"],
-        "args": [request.driver, *request.words, *words],
+        "args": [request.driver, *request.words, *within, "--nodes", str(request.nodes), "--result", result],
         "resources": pods.launcher_resources,
     }
     rules = [
@@ -242,7 +251,7 @@ def _launcher(request: Request, pods: PodOptions, name: str) -> dict[str, Any]:
                     "terminationGracePeriodSeconds": _LAUNCHER_GRACE_S,
                     **({"nodeSelector": pods.node_selector} if pods.node_selector else {}),
                     **({"tolerations": pods.tolerations} if pods.tolerations else {}),
-                    **_container(request, pods, name, container, [_of_pod("JOB_UID", "metadata.labels['controller-uid']")]),
+                    **_container(request, pods, name, container, env),
                 },
             },
         },
@@ -312,12 +321,11 @@ def _rights(request: Request, name: str) -> list[dict[str, Any]]:
     """Returns the launcher's account and its rights: to see pods, and to end the nodes with the job."""
     metadata = _metadata(request.job, f"{name}-launcher", _LAUNCHER)
     rbac = "rbac.authorization.k8s.io"
-    deployments = [name, f"{name}-extra"] if request.extra_nodes else [name]
     rules = [
         {
             "apiGroups": ["apps"],
             "resources": ["deployments/scale"],
-            "resourceNames": deployments,
+            "resourceNames": [name, f"{name}-extra"],
             "verbs": ["get", "patch"],
         },
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},

@@ -83,7 +83,7 @@ def restarted(before: Mapping[str, Any] | None, pod: Mapping[str, Any]) -> Seen 
 
 
 def waiting_reason(pod: Mapping[str, Any]) -> Seen | None:
-    """Returns why a pod does not run yet, in the words of the scheduler or the kubelet; None: it runs, or is about to."""
+    """Returns why a pod does not run yet, as the scheduler or the kubelet says; None: it runs, or is about to."""
     status = pod.get("status") or {}
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":

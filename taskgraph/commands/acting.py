@@ -333,7 +333,7 @@ def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
 
 async def shutdown(options: argparse.Namespace) -> int:
     """Ends a job without a result."""
-    from taskgraph.commands.placing import is_placed, stop
+    from taskgraph.commands.placing import is_placed, may_remove, stop
 
     try:
         async with reach(options) as reached:
@@ -342,7 +342,7 @@ async def shutdown(options: argparse.Namespace) -> int:
             ended = await follower.cancel_job("shut down by `taskgraph shutdown`")
             print(f"job {reached.name} {'was ended' if ended else 'had ended already'}")
     except (UnknownJob, CoordinationError) as error:
-        if not is_placed(options):
+        if not is_placed(options) or not await may_remove(options):
             raise
         say(str(error))  # what the launcher made is removed all the same
     if is_placed(options):

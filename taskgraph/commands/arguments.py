@@ -294,7 +294,9 @@ def _add_submitting(made: argparse.ArgumentParser, launcher: Launcher | None) ->
         "--dry-run", action="store_true", help="with --on: print what would be applied, and apply nothing"
     )
     made.add_argument("--wait", action="store_true", help="follow the job to its end, and print its values")
-    made.add_argument("--result", metavar="FILE", help="with --wait: also write the values to this file, as JSON")
+    text = "with --wait, --on: also write the values to this file (of a pod), as JSON; `-`: print them so"
+    made.add_argument("--result", metavar="FILE", help=text)
+    made.add_argument("--within", metavar="NAME", help="with --wait: in a pod that this launcher started (kubernetes)")
     text = "an id: if this run was submitted before, it is not submitted again (for scripts that may be restarted)"
     made.add_argument("--run", metavar="ID", help=text)
     made.add_argument("--insecure-listen", action="store_true", help="with --on: nodes listen without TLS")

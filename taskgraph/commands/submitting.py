@@ -69,11 +69,17 @@ def submit(options: argparse.Namespace, function: JobFunction[...] | None = None
 
 def _check_without_launcher(options: argparse.Namespace) -> None:
     """Raises JobError if an option needs --on, or --wait, which are not given."""
+    if options.within is not None:
+        from taskgraph.commands.waiting import inside_of
+
+        inside_of(options.within)  # what is wrong is said before the job is submitted
     for name in ("extra_nodes", "extra_priority", "dry_run", "insecure_listen"):
         if getattr(options, name):
             raise JobError(f"--{name.replace('_', '-')} goes with --on")
     if options.nodes is not None and not options.wait:
         raise JobError("--nodes goes with --on: without it `taskgraph launch` starts the nodes")
+    if options.within is not None and not options.wait:
+        raise JobError("--within goes with --wait: the launcher's pod of a job runs it")
     if options.result is not None and not options.wait:
         raise JobError("--result goes with --wait: without it `taskgraph result` has the values")
 

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from functools import partial
 from pathlib import Path
 
+from taskgraph.clusters.api import Inside, find_launcher
 from taskgraph.commands.common import FoundJob, on_ending_signals, restore_signals
 from taskgraph.commands.joining import print_end
 from taskgraph.commands.looking import print_values
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import find_kept
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.shown import JobProgress
+from taskgraph.observe.events import Event
 from taskgraph.observe.screen import say
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
@@ -25,7 +28,10 @@ from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.files import write_whole
 from taskgraph.system.streams import never_wait
 
-__all__ = ["wait_for"]
+__all__ = ["inside_of", "wait_for"]
+
+_OUTPUT = Path("-")
+"""In place of a file for the values: standard output."""
 
 
 async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
@@ -42,9 +48,15 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
     waiting = asyncio.current_task()
     assert waiting is not None
     on_ending_signals(lambda _: waiting.cancel())
+    inside = inside_of(options.within) if options.within is not None else None
+    path = Path(options.result) if options.result is not None else None
     try:
-        ends = _until_collected(follower, Path(options.result) if options.result is not None else None)
-        async with shown, alongside(ends, follower.raise_if_broken()) as (ending, broken):
+        ends = _until_collected(follower, path)
+        async with (
+            shown,
+            alongside(ends, follower.raise_if_broken()) as (ending, broken),
+            alongside(_report_nodes(inside, follower, reached.name)),
+        ):
             await any_done(ending, broken)
             if not ending.done():
                 await broken
@@ -56,9 +68,47 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
     finally:
         await follower.stop()
     restore_signals()
-    if status.state == State.FINISHED and result is None and follower.view.collected:
-        return await _print_collected(reached, follower, Path(options.result) if options.result is not None else None)
-    return await print_end(reached, follower, status, result, left=False)
+    try:
+        if status.state == State.FINISHED and result is None and follower.view.collected:
+            return await _print_collected(reached, follower, path)
+        if path == _OUTPUT and result is not None:
+            return 0
+        return await print_end(reached, follower, status, result, left=False)
+    finally:
+        if inside is not None:
+            await _end_nodes(inside, reached.name)
+
+
+def inside_of(name: str) -> Inside:
+    """Returns the launcher of that name, for a command that it started within its cluster.
+
+    Raises:
+        JobError: there is no such launcher, or it starts no such commands.
+    """
+    launcher = find_launcher(name)
+    if not isinstance(launcher, Inside):
+        raise JobError(f"--within {name}: launcher {name} starts no command within its cluster")
+    return launcher
+
+
+async def _report_nodes(inside: Inside | None, follower: Collector, job: str) -> None:
+    """Keeps as events what the cluster says of the job's nodes. The job needs none of it."""
+
+    async def report(kind: str, node: str, text: str) -> None:
+        await follower.keep_event(Event(time.time(), "launcher", kind, f"{node} {text}", fields={"node": node}))
+
+    if inside is not None:
+        try:
+            await inside.watch_pods(job, report)
+        except TaskGraphError as error:
+            say(f"no event will say why nodes go: {error}")
+
+
+async def _end_nodes(inside: Inside, job: str) -> None:
+    try:
+        await inside.ended(job)
+    except TaskGraphError as error:  # how the job ended counts for more
+        say(f"the job's nodes are not ended: {error}")
 
 
 async def _until_collected(follower: Collector, path: Path | None) -> tuple[StatusRecord, JobResult | None]:
@@ -83,7 +133,8 @@ async def _print_collected(reached: FoundJob, follower: Collector, path: Path | 
     if kept.result:
         if path is not None:
             _write(path, kept.result)
-        print_values(kept.parsed_result, as_json=False)
+        if path != _OUTPUT:
+            print_values(kept.parsed_result, as_json=False)
         return 0
     if path is not None and _exists(path):
         say(f"job {reached.name} has finished; its values are in {path}")
@@ -100,6 +151,9 @@ def _write_result(path: Path, result: JobResult) -> None:
 
 
 def _write(path: Path, json: str) -> None:
+    if path == _OUTPUT:
+        print(json, flush=True)
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, f"{json}\n".encode())

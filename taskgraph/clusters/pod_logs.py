@@ -1,0 +1,95 @@
+"""The lines that pods of a job print."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from taskgraph.clusters.kubernetes_options import object_name
+from taskgraph.clusters.manifests import of_job
+from taskgraph.errors import JobError
+from taskgraph.system.alongside import cancel_and_wait
+
+if TYPE_CHECKING:
+    from taskgraph.clusters.kubernetes_client import Cluster
+
+__all__ = ["is_over", "pod_lines"]
+
+_LOOK_S = 2.0
+"""How often new pods are looked for."""
+_BUFFERED = 1000
+"""Lines that are read ahead; pods wait after that."""
+
+
+async def pod_lines(cluster: Cluster, job: str, node: str | None, *, follow: bool) -> AsyncGenerator[str, None]:
+    """Yields the lines of all nodes, each beginning with its node's name; or of one.
+
+    Args:
+        node: a node, which is named as its pod; or "launcher"; None: all nodes.
+        follow: go on with lines and pods to come, until the job ends.
+
+    Raises:
+        JobError: there is no such pod.
+    """
+    pods = _started(await _pods(cluster, job), node)
+    if not pods and (node or not follow):
+        known = ", ".join(sorted(_started(await _pods(cluster, job), None))) or "none"
+        raise JobError(f"job {job!r} has no pod{f' {node!r}' if node else ''} that has started; there are: {known}")
+    if follow:
+        queue: asyncio.Queue[str | None] = asyncio.Queue(_BUFFERED)
+        reading = asyncio.ensure_future(_follow(cluster, job, node, queue))
+        try:
+            while (line := await queue.get()) is not None:
+                yield line
+            await reading
+        finally:
+            await cancel_and_wait(reading)
+        return
+    for name in sorted(pods):
+        async for line in cluster.log(name, follow=False):
+            yield line if node else f"{name}  {line}"
+
+
+async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Queue[str | None]) -> None:
+    async def read(pod: str) -> None:
+        async for line in cluster.log(pod, follow=True):
+            await queue.put(line if node else f"{pod}  {line}")
+
+    known: set[tuple[str, int]] = set()
+    try:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                launcher = await cluster.get("Job", f"{object_name(job)}-launcher")
+                for each in _started(await _pods(cluster, job), node).items():
+                    if each not in known:
+                        known.add(each)
+                        group.create_task(read(each[0]))
+                if launcher is None or is_over(launcher):
+                    return
+                await asyncio.sleep(_LOOK_S)
+    finally:
+        await queue.put(None)
+
+
+def is_over(job: Mapping[str, Any]) -> bool:
+    """Returns True if a Job of Kubernetes has completed or failed."""
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    return any(each.get("type") in ("Complete", "Failed") and each.get("status") == "True" for each in conditions)
+
+
+async def _pods(cluster: Cluster, job: str) -> list[dict[str, Any]]:
+    return (await cluster.pods(of_job(job)))[0]
+
+
+def _started(pods: list[dict[str, Any]], node: str | None) -> dict[str, int]:
+    """Returns the pods that have printed something, perhaps, and how often their container was started again."""
+    found = {}
+    for pod in pods:
+        name, part = pod["metadata"]["name"], pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        if (node is None and part == "launcher") or (node is not None and node not in (name, part)):
+            continue
+        for container in (pod.get("status") or {}).get("containerStatuses") or ():
+            if "waiting" not in (container.get("state") or {}):
+                found[name] = int(container.get("restartCount", 0))
+    return found
