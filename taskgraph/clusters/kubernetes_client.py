@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
@@ -187,12 +188,14 @@ class Cluster:
         try:
             async for line in self._client.log(pod, follow=follow, newlines=False):
                 yield line
-        except (ApiError, http.HTTPError, http.StreamError) as error:
-            # lightkube reads the body of a refused stream in a way that raises StreamError.
-            if isinstance(error, ApiError) and error.status.code == 403:
-                raise _refused(f"logs of pod {pod}", error) from error
+        except ApiError as error:
+            if error.status.code != 404:
+                raise _refused(f"the log of pod {pod}", error) from error
+        except (http.HTTPError, RuntimeError) as error:  # lightkube reads a refusal of a stream wrongly: RuntimeError
+            raise TransportError(f"the log of pod {pod} cannot be read: {_words(error)}") from error
 
 
+@functools.cache  # lightkube registers each class once
 def _resource(version: str, kind: str) -> Any:
     if (plural := _RESOURCES.get((version, kind))) is None:
         raise JobError(f"{kind} of {version}: objects of this kind cannot be applied: print them with --dry-run")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.clusters.kubernetes_options import object_name
 from taskgraph.clusters.manifests import of_job
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, TransportError
 from taskgraph.system.alongside import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -53,8 +53,11 @@ async def pod_lines(cluster: Cluster, job: str, node: str | None, *, follow: boo
 
 async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Queue[str | None]) -> None:
     async def read(pod: str) -> None:
-        async for line in cluster.log(pod, follow=True):
-            await queue.put(line if node else f"{pod}  {line}")
+        try:
+            async for line in cluster.log(pod, follow=True):
+                await queue.put(line if node else f"{pod}  {line}")
+        except TransportError as error:  # its machine may be lost; others go on
+            await queue.put(f"({error})")
 
     known: set[tuple[str, int]] = set()
     try:

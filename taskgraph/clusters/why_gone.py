@@ -70,13 +70,15 @@ def why_gone(pod: Mapping[str, Any]) -> Seen | None:
 
 
 def restarted(before: Mapping[str, Any] | None, pod: Mapping[str, Any]) -> Seen | None:
-    """Returns why a container ended that was started again in its pod, since the status `before`; None: none was."""
+    """Returns why a container ended that was started again in its pod, since the status `before`; None: none was, or in good order."""
     old = _restarts(before) if before is not None else 0
     if before is None or _restarts(pod) <= old:
         return None
     for container in _containers(pod.get("status") or {}):
         for state in ("lastState", "state"):
             if ended := (container.get(state) or {}).get("terminated"):
+                if ended.get("exitCode") == 0:  # it was drained, or the job has ended: events say so already
+                    return None
                 found = _out_of_memory() if ended.get("reason") == "OOMKilled" else _by_code(ended)
                 return Seen(found.kind, f"{found.text}; its container is started again")
     return Seen("ended", "was started again")
