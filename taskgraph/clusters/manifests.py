@@ -88,6 +88,8 @@ def manifests(request: Request, namespace: str = "") -> list[dict[str, Any]]:
         raise JobError(
             "--etcd: name your etcd as pods reach it, such as etcd:2379; docs/clusters.md has one for a first trial"
         )
+    if request.node_tls and "name" not in request.node_tls:
+        raise JobError("--tls: name what is in the certificate with --tls-name: pods have no lasting names")
     if request.extra_nodes and not request.extra_priority:
         raise JobError("--extra-nodes: name their priority class with --extra-priority")
     made = [] if pods.service_account else _rights(request, name)
@@ -155,7 +157,7 @@ def _head(request: Request, namespace: str) -> str:
     made.append(" \\\n#     ".join([f"kubectl create secret generic {name} {words[0]}", *words[1:]]))
     lines = "".join(f"#   {line}\n" for line in made)
     return (
-        f"# Job {request.job} on Kubernetes 1.26 or newer. These objects need a Secret with the job's token and\n"
+        f"# Job {request.job} on Kubernetes 1.29 or newer. These objects need a Secret with the job's token and\n"
         f"# certificates. `taskgraph submit` without --dry-run makes it, too; by hand:\n{lines}"
     )
 

@@ -58,7 +58,9 @@ class Api:
         """Writes a kubeconfig of another user."""
         cluster = {"server": server or self.server, "insecure-skip-tls-verify": True}
         config = {
-            **{"apiVersion": "v1", "kind": "Config", "current-context": "t"},
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "t",
             "clusters": [{"name": "t", "cluster": cluster}],
             "users": [{"name": "t", "user": {"token": token}}],
             "contexts": [{"name": "t", "context": {"cluster": "t", "user": "t", "namespace": namespace}}],
@@ -179,7 +181,8 @@ class Kubelet:
     async def _register(self, name: str) -> None:
         room = {"cpu": self.cpu, "memory": "16Gi", "pods": "30"}
         status = {
-            **{"capacity": room, "allocatable": room},
+            "capacity": room,
+            "allocatable": room,
             "addresses": [{"type": "InternalIP", "address": ADDRESS}],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": self._port}},
         }
@@ -245,7 +248,8 @@ class Kubelet:
             ended = {
                 "exitCode": code if code >= 0 else 128 - code,
                 "reason": "OOMKilled" if pod.out_of_memory else "Completed" if code == 0 else "Error",
-                **{"startedAt": now(), "finishedAt": now()},
+                "startedAt": now(),
+                "finishedAt": now(),
             }
             pod.ready = False
             if pod.ending or not always:
@@ -269,7 +273,7 @@ class Kubelet:
             folder.mkdir(mode=0o700)
             if secret := volumes[mount["name"]].get("secret"):
                 path = f"/api/v1/namespaces/{metadata['namespace']}/secrets/{secret['secretName']}"
-                while "data" not in (found := await self.api("GET", path)):
+                while "data" not in (found := await self.api("GET", path)):  # noqa: ASYNC110
                     await asyncio.sleep(0.5)
                 for name, value in found["data"].items():
                     (folder / name).write_bytes(base64.b64decode(value))
@@ -298,14 +302,25 @@ class Kubelet:
 
     async def _report(self, pod: Pod, phase: str, state: dict[str, Any], last: dict[str, Any] | None = None) -> None:
         container = {
-            **{"name": pod.container["name"], "image": pod.container["image"], "imageID": ""},
-            **{"ready": pod.ready, "restartCount": pod.restarts, "state": state, "lastState": last or {}},
+            "name": pod.container["name"],
+            "image": pod.container["image"],
+            "imageID": "",
+            "ready": pod.ready,
+            "restartCount": pod.restarts,
+            "state": state,
+            "lastState": last or {},
         }
         ready = "True" if pod.ready else "False"
-        conditions = [{"type": kind, "status": ready, "lastTransitionTime": now()} for kind in ("Ready", "ContainersReady")]
+        conditions = [
+            {"type": kind, "status": ready, "lastTransitionTime": now()} for kind in ("Ready", "ContainersReady")
+        ]
         status = {
-            **{"phase": phase, "podIP": ADDRESS, "hostIP": ADDRESS, "startTime": now()},
-            **{"conditions": conditions, "containerStatuses": [container]},
+            "phase": phase,
+            "podIP": ADDRESS,
+            "hostIP": ADDRESS,
+            "startTime": now(),
+            "conditions": conditions,
+            "containerStatuses": [container],
         }
         change = {"metadata": {"uid": pod.made["metadata"]["uid"]}, "status": status}
         await self.api("PATCH", f"{pod.path}/status", change, STRATEGIC)

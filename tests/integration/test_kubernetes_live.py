@@ -7,7 +7,6 @@ right to do everything there. On a server older than 1.26 a patch takes out what
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
@@ -23,7 +22,7 @@ import pytest
 from cli_kit import Cli, Done, sums
 
 pytest.importorskip("lightkube")
-from kubelet_kit import Api, Kubelet, Pod  # it needs lightkube's packages
+from kubelet_kit import Api, Kubelet  # it needs lightkube's packages
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
