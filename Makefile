@@ -19,7 +19,7 @@ SOURCES := taskgraph examples tests tools benchmarks
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup torch run test test-slow test-all test-all-pythons test-lowest bench lint format proto clean
+.PHONY: help setup torch schemas run test test-slow test-all test-all-pythons test-lowest bench lint format proto clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,10 @@ setup: $(VENV)/.installed-dev ## Make .venv with everything for development
 # The version that the tests are known to pass with, as a CPU build where the package registry has one.
 torch: $(VENV)/.installed-dev ## Add PyTorch to .venv, for the tests and examples that use it
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "Installing PyTorch into $(VENV) (once)"; $(PIP) install --quiet torch==2.13.0; }
+
+# 108 MB, for one test of what `submit --on kubernetes` prints, which is skipped without it.
+schemas: $(VENV)/.installed-dev ## Add the schemas of Kubernetes to .venv, for the tests of its manifests
+	@$(BIN)/python -c 'import kubernetes_validate' 2>/dev/null || { echo "Installing kubernetes-validate into $(VENV) (once)"; $(PIP) install --quiet 'kubernetes-validate>=1.37,<2'; }
 
 run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with an etcd of its own
 	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)

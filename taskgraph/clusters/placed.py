@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from taskgraph.clusters.api import Request
+from taskgraph.clusters.api import Enclosed, Request, find_launcher
 from taskgraph.errors import TaskGraphError
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import Runtime
 from taskgraph.protocol.keys import is_name
 from taskgraph.system.files import remove_file, whole_file
 
-__all__ = ["Placed", "find_placed", "forget_placed", "keep_placed", "kept_by", "placed_as", "placed_names"]
+__all__ = ["Placed", "find_placed", "forget_placed", "keep_placed", "kept_by", "placed_as", "placed_names", "ways"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,13 @@ def placed_as(request: Request, on: str, where: Mapping[str, str]) -> Placed:
         token=where.get("token", request.token),
         node_tls=decided("tls", ("ca", "cert", "key", "name"), request.node_tls),
     )
+
+
+def ways(job: str, command: str) -> str:
+    """Returns how to run a command on a job whose etcd cannot be reached from here; "": its launcher knows no way."""
+    placed = find_placed(job)
+    launcher = find_launcher(placed.on) if placed is not None else None
+    return launcher.ways(job, placed.where, command) if placed is not None and isinstance(launcher, Enclosed) else ""
 
 
 def kept_by(placed: Placed) -> KeptJob | None:

@@ -70,7 +70,7 @@ def why_gone(pod: Mapping[str, Any]) -> Seen | None:
 
 
 def restarted(before: Mapping[str, Any] | None, pod: Mapping[str, Any]) -> Seen | None:
-    """Returns why a container ended that was started again in its pod, since the status `before`; None: none was, or in good order."""
+    """Returns why a container that was started again had ended, since `before`; None: none was, or in good order."""
     old = _restarts(before) if before is not None else 0
     if before is None or _restarts(pod) <= old:
         return None

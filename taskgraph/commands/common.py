@@ -283,16 +283,6 @@ def _placed_entry(name: str, etcd: str = "") -> JobEntry | None:
     )
 
 
-def _ways(name: str, command: str) -> str:
-    from taskgraph.clusters.placed import find_placed
-
-    if find_placed(name) is None:
-        return ""
-    from taskgraph.commands.placing import ways
-
-    return ways(name, command)
-
-
 def _ended_here(runtime: Runtime, name: str) -> str:
     """Returns what this host knows about the end of a job; "": nothing."""
     kept = runtime.finished(name)
@@ -471,7 +461,9 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
             yield FoundJob(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
     except CoordinationError as error:
         if not ended_with_launcher(entry):
-            if etcd_of(options) is None and (text := _ways(entry.name, options.command)):
+            from taskgraph.clusters.placed import ways
+
+            if etcd_of(options) is None and (text := ways(entry.name, options.command)):
                 error.add_note(text)
             raise
         again = Runtime().find(entry.name) is not None

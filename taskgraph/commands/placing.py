@@ -19,7 +19,7 @@ from taskgraph.launch.access import insecure_listen
 from taskgraph.launch.runtime import Runtime
 from taskgraph.observe.format import counted
 
-__all__ = ["is_placed", "logs", "may_remove", "place_job", "place_of", "scale", "stop", "waiting", "ways"]
+__all__ = ["is_placed", "logs", "may_remove", "place_job", "place_of", "scale", "stop", "waiting"]
 
 _WAITING_S = 5.0
 _WAITING_LINES = 4
@@ -151,13 +151,6 @@ async def may_remove(options: argparse.Namespace) -> bool:
     """Returns False if a job's etcd cannot be reached from here only, and the job goes on."""
     place = place_of(options)
     return not isinstance(place.launcher, Enclosed) or await place.launcher.has_ended(place.job, place.where)
-
-
-def ways(job: str, command: str) -> str:
-    """Returns how to run a command on a job whose etcd cannot be reached from here; "": its launcher knows no way."""
-    placed = find_placed(job)
-    launcher = find_launcher(placed.on) if placed is not None else None
-    return launcher.ways(job, placed.where, command) if placed is not None and isinstance(launcher, Enclosed) else ""
 
 
 async def waiting(job: str) -> list[str]:

@@ -113,8 +113,6 @@ async def _put(options: argparse.Namespace, etcd: str, spec: JobSpec) -> bool:
         async with opened(etcd, access_of(options)) as coordinator:
             if options.run is not None and await _was_submitted(coordinator, spec):
                 return False
-            from taskgraph.launch.resuming import begin, plan
-
             planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
             submitting = True
             await begin(coordinator, planned, beginning)

@@ -14,7 +14,7 @@ from taskgraph.cli import parser
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "commands.md").read_text("utf-8")
 PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
-LAUNCHERS = ("local", "slurm")
+LAUNCHERS = ("local", "slurm", "kubernetes")
 HELP = {"-h", "--help", "--help-all"}
 OPTION = re.compile(r"(?<![\w`-])(?:`)?(--?[a-z][\w-]*)")
 
