@@ -88,7 +88,12 @@ class SlurmLauncher:
         for each in surplus:
             await _let_go(each)
         if surplus:
-            return f"{', '.join(str(each.number) for each in surplus)} hand over and leave"
+            names = ", ".join(str(each.number) for each in surplus)
+            return (
+                f"element {names} hands over and leaves"
+                if len(surplus) == 1
+                else f"elements {names} hand over and leave"
+            )
         if not (more := nodes - len(there)):
             return f"it has {nodes} already"
         used = {each.number for each in there}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from taskgraph.clusters.slurm_state import QUEUE_FORMAT, Seen, parse_queue
 from taskgraph.errors import JobError, TransportError
+from taskgraph.system.environment import user_env
 
 __all__ = ["machine_is_down", "queue", "slurm"]
 
@@ -54,6 +55,7 @@ async def _once(words: Sequence[str]) -> tuple[int, str, str]:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            env=user_env(),  # sbatch passes it on
         )
     except FileNotFoundError:
         raise JobError(

@@ -226,6 +226,7 @@ folder={folder}
 python={python}
 element=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 name=$SLURM_ARRAY_TASK_ID.${{SLURM_RESTART_COUNT:-0}}
+export PYTHONHASHSEED=0  # as of all nodes, which would start themselves again without it
 [ -e "$folder/ended" ] && exit 0  # the job ended while this element was waiting"""
 
 _FUNCTION = """

@@ -173,6 +173,6 @@ def why_ended(job: str, *, machine_is_down: bool) -> tuple[str, str]:
         return _STATES[state]
     if machine_is_down:
         return _STATES["NODE_FAIL"]
-    if state == "PENDING":
+    if state in ("PENDING", "RUNNING"):
         return "requeued", "Slurm queued it again: its machine failed, or it did not leave within GraceTime or KillWait"
     return "ended", "Slurm does not say why"

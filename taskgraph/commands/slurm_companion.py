@@ -165,13 +165,16 @@ class _Companion:
             log.warning("events of Slurm are not written: %s", error)
 
     async def _report(self, follower: Follower, drain_s: float) -> None:
-        before: list[Seen] = []
+        array, _, number = self._element.partition("_")
+        # Another one of us may have ended with its machine: then this element changed its place unseen.
+        again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        before = [Seen(int(array), int(number), "RUNNING", "None", "")] if again else []
         while True:
             with contextlib.suppress(TransportError, JobError):  # slurmctld is busy: the next time
                 now = await queue(arrays_in(self._folder))
                 for gone in changes(before, now):
                     kind, why = await self._why(gone, drain_s)
-                    text = f"element {gone.before.number} left {gone.before.machine}: {why}"
+                    text = f"element {gone.before.number} left {gone.before.machine or 'its machine'}: {why}"
                     await follower.keep_event(Event(time.time(), "slurm", kind, text))
                 before = now
             await asyncio.sleep(_POLL_S)

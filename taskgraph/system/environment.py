@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["THREADS", "node_env", "set_thread_env"]
+__all__ = ["THREADS", "node_env", "set_thread_env", "user_env"]
 
 THREADS = (
     "OMP_NUM_THREADS",
@@ -30,6 +30,11 @@ def node_env(threads: int) -> dict[str, str]:
     """
     free = [name for name in THREADS if name not in os.environ or name in _set_by_us]
     return {**dict.fromkeys(free, str(threads)), "PYTHONHASHSEED": _HASH_SEED}
+
+
+def user_env() -> dict[str, str]:
+    """Returns the environment without what `set_thread_env` set: for commands that start nodes by other means."""
+    return {name: value for name, value in os.environ.items() if name not in _set_by_us}
 
 
 def set_thread_env(threads: int) -> None:

@@ -1,8 +1,8 @@
 """A real Slurm on this host, for the tests of a module: munged, slurmctld, and one slurmd for each of its machines.
 
-The machines are called m1, m2, ... and have two cores each. Partition `low` has all but the last, jobs there may be
-preempted, and may take GRACE_S for that; `high` has the same machines and goes before `low`; `core` has the last
-machine, which no one takes away. Everything is in one folder and on free ports, so several may run at a time.
+The machines are called m1, m2, ... and have two cores each. Partition `low` has all but the last two, jobs there may
+be preempted, and may take GRACE_S for that; `high` has the same machines and goes before `low`; `core` has the last two
+machines, which no one takes away. Everything is in one folder and on free ports, so several may run at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerParameters=bf_interval=1,batch_sched_delay=0,sched_min_interval=0
+SchedulerParameters=bf_interval=1,batch_sched_delay=0,sched_min_interval=0,sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=20
@@ -55,7 +55,7 @@ PreemptMode=REQUEUE
 _PARTITIONS = """
 PartitionName=low Nodes=m[1-{rest}] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
 PartitionName=high Nodes=m[1-{rest}] PriorityTier=10 PreemptMode=OFF
-PartitionName=core Nodes=m{last} PriorityTier=1 PreemptMode=OFF
+PartitionName=core Nodes=m[{core}] PriorityTier=1 PreemptMode=OFF
 """
 
 
@@ -112,7 +112,9 @@ class Slurm:
             (self.folder / "spool" / f"m{number}").mkdir()
             where = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
             lines.append(f"NodeName=m{number} {where} CPUs=2 RealMemory=9000")
-        lines.append(_PARTITIONS.format(rest=self._machines - 1, last=self._machines, grace=GRACE_S))
+        lines.append(
+            _PARTITIONS.format(rest=self._machines - 2, core=f"{self._machines - 1}-{self._machines}", grace=GRACE_S)
+        )
         (self.folder / "slurm.conf").write_text("\n".join(lines))
 
     def run(self, *words: str) -> str:
@@ -125,7 +127,7 @@ class Slurm:
         """Looks until what is seen fits."""
         deadline = time.monotonic() + limit_s
         while not fits(seen := look()):
-            assert time.monotonic() < deadline, f"after {limit_s:g} s it is {seen}"
+            assert time.monotonic() < deadline, f"after {limit_s:g} s it is {str(seen)[:500]}"
             time.sleep(0.1)
         return seen
 
@@ -134,22 +136,27 @@ class Slurm:
         lines = self.run("squeue", "-h", "-r", "--name", name, "-o", "%K %T").splitlines()
         return {number: state for number, _, state in (line.partition(" ") for line in lines)}
 
+    def arrays(self, name: str) -> list[str]:
+        """Returns the ids of a job's arrays, the first of them first."""
+        return sorted(set(self.run("squeue", "-h", "--name", name, "-o", "%F").split()), key=int)
+
+    def machine(self, name: str, number: int) -> str:
+        """Returns the machine of an element."""
+        lines = self.run("squeue", "-h", "-r", "--name", name, "-o", "%K %N").splitlines()
+        return dict(line.split() for line in lines if line.count(" ") == 1)[str(number)]
+
     def kill_machine(self, name: str) -> None:
         """Kills a machine's daemon and all that runs on it, and lets Slurm know that it is down."""
-        pid = int((self.folder / f"slurmd-{name}.pid").read_text())
         jobs = self.run("squeue", "-h", "-w", name, "-o", "%A").split()
-        os.kill(pid, signal.SIGKILL)
-        for step, command in self._steps():
-            if any(f"[{job}." in command for job in jobs):
-                for child in [*_descendants(step), step]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
+        steps = [pid for pid, command in self._steps() if any(f"[{job}." in command for job in jobs)]
+        daemon = int((self.folder / f"slurmd-{name}.pid").read_text())
+        # All stand still first, since none may report that another one died.
+        everything = [daemon, *steps, *(child for step in steps for child in _descendants(step))]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in everything:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=killed")
-
-    def start_machine(self, name: str) -> None:
-        """Starts a machine's daemon again."""
-        self.run("slurmd", "-N", name)
-        self.run("scontrol", "update", f"nodename={name}", "state=resume")
 
     def _steps(self) -> Iterator[tuple[int, str]]:
         """Yields the processes `slurmstepd` of this Slurm, with their command lines."""

@@ -9,7 +9,7 @@ from taskgraph.elastic_jobs.job import elastic
 
 
 @elastic
-def fit(run, passes: int = 40, pause_s: float = 0.004, gate: str = ""):
+def fit(run, passes: int = 40, pause_s: float = 0.004, gate: str = "", hurry: str = ""):
     x = np.random.default_rng(0).normal(size=(120, 5)).astype(np.float32)
     y = x @ np.arange(5, dtype=np.float32)
     s = run.state(w=np.zeros(5, np.float32))
@@ -21,7 +21,8 @@ def fit(run, passes: int = 40, pause_s: float = 0.004, gate: str = ""):
                     time.sleep(0.005)
             errors = x[part.rows] @ s.w - y[part.rows]
             part.add(gradient=x[part.rows].T @ errors, loss=float(errors @ errors))
-            time.sleep(pause_s)
+            if not hurry or not Path(hurry).exists():
+                time.sleep(pause_s)
         s.w -= np.float32(0.001) * step["gradient"]
         step.report(loss=step["loss"])
     return s.w

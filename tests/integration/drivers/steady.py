@@ -11,10 +11,11 @@ import taskgraph as tg
 
 
 class Steady(tg.Task, state=["theta"]):
-    """In its last epoch it stands still until the file `gate` exists, where that is given."""
+    """In its last epoch it stands still until the file `gate` exists, and it hurries once `hurry` does, if given."""
 
-    def __init__(self, gate: str, pace_s: float) -> None:
+    def __init__(self, gate: str, hurry: str, pace_s: float) -> None:
         self.gate = gate
+        self.hurry = hurry
         self.pace_s = pace_s
 
     def setup(self) -> None:
@@ -32,7 +33,8 @@ class Steady(tg.Task, state=["theta"]):
             epoch.processor(self.add, inbound={"theta": "parents", "grad": "children"}, outbound={"grad": "parents"})
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        time.sleep(self.pace_s)  # however fast the machine is, there is time for faults
+        if not self.hurry or not Path(self.hurry).exists():
+            time.sleep(self.pace_s)  # however fast the machine is, there is time for faults
         while self.gate and epoch.last and not Path(self.gate).exists() and not epoch.cancelled:
             time.sleep(0.01)
         outs.put("theta", self.theta)
@@ -62,13 +64,17 @@ def steady(
     backups: int = 1,
     lease_ttl_s: float = 5.0,
     gate: str = "",
+    hurry: str = "",
     pace_s: float = 0.02,
+    checkpoint: str = "",
 ) -> tg.Job:
     return tg.Job(
         tasks=tasks,
         epochs=epochs,
         backups=backups,
-        builder=lambda _: Steady(gate, pace_s),
+        builder=lambda _: Steady(gate, hurry, pace_s),
         topology=tg.tree(),
+        checkpoint=checkpoint or None,
+        checkpoint_every=5,
         settings=tg.Settings(lease_ttl_s=lease_ttl_s, lease_stall_s=min(2.0, lease_ttl_s / 2)),
     )

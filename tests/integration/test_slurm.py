@@ -1,0 +1,197 @@
+"""Jobs on a real Slurm of this host, submitted and watched as a user does it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from slurm_kit import GRACE_S, Slurm, why_not
+
+from taskgraph.cli import main
+from taskgraph.coordination.embedded import EmbeddedEtcd
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+DRIVERS = Path(__file__).parent / "drivers"
+GRAPH = (str(DRIVERS / "steady.py"), "-o", "epochs=600", "-o", "pace_s=0.1")
+ELASTIC = (str(DRIVERS / "elastic_fit.py"), "-o", "passes=60", "-o", "pause_s=0.05")
+PREEMPTIBLE = ("--partition", "core", "--nodes", "1", "--extra-priority", "low", "--extra-nodes")
+
+
+class Site:
+    """A cluster with its login node: a working directory that all machines see."""
+
+    def __init__(self, slurm: Slurm, folder: Path, runtime: Path) -> None:
+        self.slurm = slurm
+        self.folder = folder
+        self._env = {**slurm.env, "TASKGRAPH_RUNTIME_DIR": str(runtime)}
+
+    def call(self, *words: str, fails: bool = False) -> str:
+        """Runs `taskgraph ...`, in this process, which has loaded what it needs; returns what it prints."""
+        out, complaint = io.StringIO(), io.StringIO()
+        with (
+            mock.patch.dict(os.environ, self._env),
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(complaint),
+        ):
+            code = main(words)
+        assert fails == (code != 0), f"{words}: {out.getvalue()}{complaint.getvalue()}"
+        return complaint.getvalue() if fails else out.getvalue()
+
+    def submit(self, name: str, *words: str) -> None:
+        """Submits a job whose nodes leave within Slurm's grace time, and which hurries once `let_finish` was called."""
+        self.call(
+            "submit",
+            *words,
+            "-o",
+            f"hurry={self.folder}/{name}.hurry",
+            "--set",
+            f"drain_s={GRACE_S - 3}",
+            "--name",
+            name,
+            "--on",
+            "slurm",
+            "--listen",
+            "127.0.0.1",
+        )
+
+    def let_finish(self, name: str) -> Any:
+        """Lets a job compute as fast as it can; returns its values."""
+        (self.folder / f"{name}.hurry").touch()
+        self.slurm.until(lambda: self.slurm.elements(name), lambda there: not there, 40.0)
+        return self.values(name)
+
+    def alone(self, *words: str) -> Any:
+        """Returns the values of a job that runs without faults, in one process."""
+        hurry = ("-o", f"hurry={self.folder}", "--nodes", "0", "--json", "--name", "alone")
+        return json.loads(self.call("run", *words, *hurry).splitlines()[-1])["values"]
+
+    def status(self, name: str) -> dict[str, Any]:
+        """Returns what `status --json` says; {}: the job is not there yet, or its etcd is not."""
+        try:
+            found: dict[str, Any] = json.loads(self.call("status", name, "--json"))
+        except AssertionError:
+            return {}
+        return found
+
+    def patch(self, *lines: str) -> str:
+        """Writes a patch file; returns its path."""
+        path = self.folder / "patch"
+        path.write_text("".join(f"{line}\n" for line in lines))
+        return str(path)
+
+    def until(self, name: str, fits: Callable[[dict[str, Any]], object], limit_s: float = 40.0) -> dict[str, Any]:
+        return self.slurm.until(lambda: self.status(name), fits, limit_s)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.call("events", name, "--json").splitlines()]
+
+    def kinds(self, name: str) -> set[str]:
+        """Returns the kinds of the events that the companion wrote."""
+        return {event["kind"] for event in self.events(name) if event["node"] == "slurm"}
+
+    def values(self, name: str) -> Any:
+        return json.loads(self.call("result", name, "--json"))["values"]
+
+
+def names(status: dict[str, Any]) -> set[str]:
+    """Returns the names of the job's nodes."""
+    return {node["name"] for node in status.get("nodes", ())}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    slurm = Slurm(machines=5)
+    with tempfile.TemporaryDirectory(prefix="tg-rt-") as runtime:
+        try:
+            slurm.start()
+            made = Site(slurm, tmp_path_factory.mktemp("login"), Path(runtime))
+            kept = (made.folder / "checkpoints").as_uri()  # waits for Slurm, while other tests run
+            made.submit(
+                "timed", *GRAPH, "-o", f"checkpoint={kept}", "--time", "1", "--partition", "core", "--nodes", "1"
+            )
+            yield made
+        finally:
+            slurm.stop()
+
+
+def begun(status: dict[str, Any]) -> bool:
+    return bool(status) and status["state"] == "running" and bool(status.get("epoch") or status.get("step"))
+
+
+def with_nodes(count: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda status: begun(status) and len(status["nodes"]) == count
+
+
+def test_preempted_jobs_shrink_and_grow_and_compute_the_same(site: Site, embedded_etcd: EmbeddedEtcd) -> None:
+    slurm = site.slurm
+    site.submit("graph", *GRAPH, *PREEMPTIBLE, "2")
+    given = ("--etcd", embedded_etcd.endpoint, "--insecure-listen")
+    site.submit("elastic", *ELASTIC, *given, *PREEMPTIBLE, "1")
+    site.until("graph", with_nodes(3))
+    site.until("elastic", with_nodes(2))
+
+    # A job of higher priority takes all machines of the extra nodes.
+    slurm.run("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    at = site.until("graph", with_nodes(1))["epoch"]
+    site.until("graph", lambda status: status["epoch"] > at + 5)
+    site.until("elastic", with_nodes(1))
+    site.until("graph", with_nodes(3))
+    site.until("elastic", with_nodes(2))
+    assert site.let_finish("elastic") == site.alone(*ELASTIC)
+
+    # The user changes their number.
+    assert "1 more" in site.call("scale", "graph", "4")
+    site.until("graph", with_nodes(4))
+    assert "3 hands over" in site.call("scale", "graph", "3")
+    slurm.run("scancel", f"{slurm.arrays('graph')[1]}_1")  # what a user may do without us
+    slurm.until(partial(slurm.elements, "graph"), lambda there: there == {"0": "RUNNING", "2": "RUNNING"})
+    assert "shutdown" in site.call("scale", "graph", "0", fails=True)
+    assert "began" in site.call("logs", "graph", "--node", "0.0")
+    assert "runs already" in site.call("submit", *GRAPH, "--name", "graph", "--on", "slurm", fails=True)
+    slurm.until(partial(site.kinds, "graph"), lambda kinds: kinds == {"preempted", "scaled", "cancelled"})
+
+    assert site.let_finish("graph") == site.alone(*GRAPH)
+    for name in ("graph", "elastic"):
+        assert "rolled back" not in {event["kind"] for event in site.events(name)}
+        assert "preempted" in site.kinds(name)
+    assert site.status("graph")["state"] == "finished", "although its etcd is gone"
+    assert json.loads((site.folder / "graph.taskgraph" / "result.json").read_text())["values"] == site.values("graph")
+
+
+def test_job_outlives_the_machine_of_its_etcd(site: Site) -> None:
+    slurm = site.slurm
+    site.submit("lost", *GRAPH, "--nodes", "2", "--patch", site.patch("#SBATCH --exclusive"))
+    before = site.until("lost", with_nodes(2))["epoch"]
+    slurm.kill_machine(slurm.machine("lost", 0))
+    assert "waits" in site.call("status", "lost", fails=True)
+    status = site.until("lost", lambda status: "0.1" in names(status))
+    assert status["epoch"] >= before
+    slurm.until(partial(site.kinds, "lost"), lambda kinds: kinds)
+    assert site.let_finish("lost") == site.alone(*GRAPH)
+    assert "rolled back" not in {event["kind"] for event in site.events("lost")}
+
+
+def test_job_outlives_its_time_limit(site: Site) -> None:
+    """Its only node is queued again half a minute after its start, and goes on from the checkpoint."""
+    slurm = site.slurm
+    slurm.until(partial(site.kinds, "timed"), lambda kinds: "timeout" in kinds, 60.0)
+    assert site.let_finish("timed") == site.alone(*GRAPH)
+    site.call("shutdown", "timed")
+
+
+def test_shutdown_leaves_nothing_in_the_queue(site: Site) -> None:
+    site.submit("early", *GRAPH, "--nodes", "9")
+    assert site.slurm.elements("early")
+    site.call("shutdown", "early")  # perhaps before its etcd runs
+    assert not site.slurm.elements("early")
