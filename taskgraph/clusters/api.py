@@ -80,12 +80,7 @@ class Launcher(Protocol):
     Names in `where` by which the launcher says how commands reach the job, if it decides that: `etcd`, `etcd_ca`,
     `etcd_cert`, `etcd_key`, `token` (hex), `tls_ca`, `tls_cert`, `tls_key`, `tls_name`; and `kept`: the runtime
     directory, on a file system that the command sees, with the values and events of the job once it has ended.
-
-    Attributes:
-        submits: the launcher submits the job itself, from within the cluster; else the command does it before `start`.
     """
-
-    submits: bool
 
     def add_place_options(self, group: argparse._ArgumentGroup) -> None:
         """Adds the options that say where nodes are: a namespace, say. All commands with `--on` have them."""
@@ -100,7 +95,7 @@ class Launcher(Protocol):
         """Returns what `start` would apply, for `--dry-run`, without any secret. It changes nothing."""
 
     async def start(self, request: Request) -> dict[str, str]:
-        """Starts the nodes; returns `where` they are."""
+        """Submits the job, from here or from within the cluster, and starts its nodes; returns `where` they are."""
 
     async def scale(self, job: str, where: Mapping[str, str], nodes: int) -> str:
         """Changes how many nodes the job has; returns what was done, as a sentence."""

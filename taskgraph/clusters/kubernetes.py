@@ -42,8 +42,6 @@ _GONE_S = 60.0
 class KubernetesLauncher:
     """Makes a job's objects in one namespace."""
 
-    submits = True
-
     def add_place_options(self, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--namespace", metavar="NAME", help="the namespace (the kubeconfig's)")
         group.add_argument("--context", metavar="NAME", help="the context of the kubeconfig (its current one)")

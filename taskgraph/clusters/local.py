@@ -43,8 +43,6 @@ all users of the host can read a command line."""
 class LocalLauncher:
     """Starts `taskgraph run` in the background. Without `--etcd` the job's etcd is its own."""
 
-    submits = True
-
     def add_place_options(self, group: argparse._ArgumentGroup) -> None:
         """There is one place: this host."""
 

@@ -37,8 +37,6 @@ _LOOK_S = 0.3
 class SlurmLauncher:
     """Submits an array of one-node jobs, and changes its length."""
 
-    submits = True
-
     def add_place_options(self, group: argparse._ArgumentGroup) -> None:
         text = "the job's folder, on a file system that all machines see (./NAME.taskgraph)"
         group.add_argument("--folder", metavar="DIR", help=text)

@@ -26,8 +26,6 @@ TASKGRAPH = (sys.executable, "-m", "taskgraph")
 class ShellLauncher:
     """Starts nodes as `nice` processes."""
 
-    submits = True
-
     def add_place_options(self, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--pids", default="pids", metavar="DIR", help="where the pids of nodes are (pids)")
 
