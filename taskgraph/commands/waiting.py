@@ -15,6 +15,7 @@ from taskgraph.clusters.api import Inside, find_launcher
 from taskgraph.commands.common import FoundJob, on_ending_signals, restore_signals
 from taskgraph.commands.joining import print_end
 from taskgraph.commands.looking import print_values
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import find_kept
@@ -23,6 +24,7 @@ from taskgraph.launch.shown import JobProgress
 from taskgraph.observe.events import Event
 from taskgraph.observe.screen import say
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.files import write_whole
@@ -32,6 +34,7 @@ __all__ = ["inside_of", "wait_for"]
 
 _OUTPUT = Path("-")
 """In place of a file for the values: standard output."""
+_NO_NODES_S = 3.0
 
 
 async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
@@ -55,7 +58,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
         async with (
             shown,
             alongside(ends, follower.raise_if_broken()) as (ending, broken),
-            alongside(_report_nodes(inside, follower, reached.name)),
+            alongside(_report_nodes(inside, follower, reached.name), _say_without_nodes(follower, spec)),
         ):
             await any_done(ending, broken)
             if not ending.done():
@@ -102,6 +105,22 @@ async def _report_nodes(inside: Inside | None, follower: Collector, job: str) ->
             await inside.watch_pods(job, report)
         except TaskGraphError as error:
             say(f"no event will say why nodes go: {error}")
+
+
+async def _say_without_nodes(follower: Collector, spec: JobSpec) -> None:
+    """Says that the job has no nodes, each time that none is there for a while."""
+
+    def has_none(view: JobView) -> bool:
+        return view.running and not view.live_nodes(spec.run)
+
+    while True:
+        await follower.keeper.wait_until(has_none, structure=True)
+        try:
+            async with asyncio.timeout(_NO_NODES_S):
+                await follower.keeper.wait_until(lambda view: not has_none(view), structure=True)
+        except TimeoutError:
+            say(f"job {spec.name} has no nodes: it waits until some are started")
+            await follower.keeper.wait_until(lambda view: not has_none(view), structure=True)
 
 
 async def _end_nodes(inside: Inside, job: str) -> None:

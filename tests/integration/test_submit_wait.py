@@ -82,7 +82,9 @@ async def test_ended_command_follows_the_job_again(user: Cli) -> None:
 
 async def test_failed_job(user: Cli) -> None:
     script = Submitter(user, "fails", "-o", "fail_at=2")
-    waiting, launch = await script.start("--result", "result.json"), await script.launch(1)
+    waiting = await script.start("--result", "result.json")
+    await waiting.until("job fails has no nodes: it waits until some are started")
+    launch = await script.launch(1)
     done = await waiting.done()
     assert done.code == 1 and "one shard is empty" in done.err, done.err
     assert not (user.cwd / "result.json").exists()

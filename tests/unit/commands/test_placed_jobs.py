@@ -1,0 +1,84 @@
+"""Jobs that this host submitted with `--on`: how commands find them, and what they say of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from taskgraph import cli
+from taskgraph.clusters.placed import Placed, find_placed, forget_placed, keep_placed, placed_names
+from taskgraph.commands.common import find_entry
+from taskgraph.errors import JobError, TaskGraphError, UnknownJob
+from taskgraph.launch.kept import KeptJob
+from taskgraph.launch.runtime import Runtime
+from taskgraph.protocol.records import State, StatusRecord
+
+PACKAGES = Path(__file__).parents[2] / "launchers"
+TOKEN = "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("TASKGRAPH_ETCD", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def placed(job: str, on: str = "slurm", etcd: str = "etcd1:2379") -> Placed:
+    made = Placed(job=job, on=on, where={"folder": "/srv"}, etcd=etcd, token=TOKEN, node_tls={"ca": "ca.pem"})
+    keep_placed(made)
+    return made
+
+
+def found(*words: str) -> tuple[str, str, str]:
+    entry = find_entry(cli.parser().parse_args(["status", *words]))
+    return entry.name, entry.etcd, entry.token
+
+
+def test_job_is_found_by_its_name_or_alone() -> None:
+    assert find_placed("fit") is None and placed_names() == []
+    assert find_placed(placed("fit").job) == placed("fit")
+    assert found() == found("fit") == found("fit", "--etcd", "etcd1:2379") == ("fit", "etcd1:2379", TOKEN)
+    assert found("fit", "--etcd", "other:2379") == ("fit", "other:2379", ""), "another job may have that name there"
+    placed("grow")
+    with pytest.raises(JobError, match="several jobs were submitted here: name one of fit, grow"):
+        found()
+    ended = KeptJob(run="r", status=StatusRecord(state=State.FINISHED))
+    Runtime().keep_finished("fit", ended)
+    assert found() == ("grow", "etcd1:2379", TOKEN), "the other one has ended"
+    forget_placed("grow")
+    placed("near", on="local", etcd="")  # its etcd ended with it
+    with pytest.raises(UnknownJob, match="No job runs here"):
+        found()
+
+
+def test_only_the_owner_reads_the_token(tmp_path: Path) -> None:
+    placed("fit")
+    (file,) = tmp_path.rglob("fit.json")
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    file.write_text("{}")
+    with pytest.raises(TaskGraphError, match=r"fit\.json cannot be read .*: remove it"):
+        find_placed("fit")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("scale sums 0", "at least 1 node: `taskgraph shutdown sums` ends it"),
+        ("scale sums -1", "-1 nodes: 0 or more"),
+        ("scale sums 3", "has no nodes on this host any longer: `taskgraph status sums` says how it ended"),
+        ("logs sums --node n9", "no log of node 'n9' is on this host; there are: none"),
+        ("logs sums", "no log of its nodes is on this host; there are: none"),
+        ("scale other 3", "job 'other' was not submitted with `--on` on this host (there are: sums): say where"),
+        ("scale sums 3 --on nowhere", "--on nowhere: there is no such launcher; installed: broken, "),
+        ("submit fit.py --on broken", "launcher taskgraph_shell:NoSuchLauncher cannot be loaded"),
+    ],
+)
+def test_wrong_words(
+    words: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(PACKAGES))
+    placed("sums", on="local", etcd="")
+    assert cli.main(words.split()) in (2, 3)
+    assert says in capsys.readouterr().err
