@@ -102,8 +102,11 @@ class NodeLife(NodeCore):
         """The latest epoch that something here has begun, or the one at work; -1: none."""
         return self.epoch
 
-    def in_sync(self) -> bool:
-        """Returns True if what is wanted here is in sync, and all of it is as safe as possible."""
+    def in_sync(self) -> bool | None:
+        """Returns True if what is wanted here is in sync, and all of it is as safe as possible.
+
+        None: that is not known yet; the view's listeners are called again once it is.
+        """
         raise NotImplementedError
 
     async def results(self) -> list[TaskResult]:

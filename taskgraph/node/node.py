@@ -74,9 +74,11 @@ class Node(NodeServices):
     def services(self) -> dict[str, Coroutine[Any, Any, None]]:
         return {"notices": self.notices.watch(), "reconcile": self.reconciler.run()}
 
-    def in_sync(self) -> bool:
-        self.placement.update()
-        return are_tasks_in_sync(self.keeper.view, self.id, self.placement.by_task)
+    def in_sync(self) -> bool | None:
+        view = self.keeper.view
+        if view.primaries and self.placement.revision != view.structure_revision:
+            return None  # the reconciler places next, and not this: it must see that there is a change
+        return are_tasks_in_sync(view, self.id, self.placement.by_task)
 
     def set_ups(self) -> list[asyncio.Task[None]]:
         return [r.setting_up for r in self.roles.replicas.values() if r.setting_up is not None]

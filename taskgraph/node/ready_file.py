@@ -40,8 +40,9 @@ def keep_ready_file(path: Path, node: NodeLife) -> Iterator[None]:
 
     def look() -> None:
         nonlocal is_there
-        ready = node.running and not node.draining and is_registered(node.keeper.view, node.id) and node.in_sync()
-        if ready == is_there:
+        takes_part = node.running and not node.draining and is_registered(node.keeper.view, node.id)
+        ready = node.in_sync() if takes_part else False
+        if ready is None or ready == is_there:
             return
         try:
             if ready:

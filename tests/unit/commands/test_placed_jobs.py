@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from taskgraph import cli
+from taskgraph.clusters.api import Request
+from taskgraph.clusters.local import LocalLauncher
 from taskgraph.clusters.placed import Placed, find_placed, forget_placed, keep_placed, placed_names
 from taskgraph.commands.common import find_entry
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
@@ -60,6 +63,30 @@ def test_only_the_owner_reads_the_token(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(TaskGraphError, match=r"fit\.json cannot be read .*: remove it"):
         find_placed("fit")
+
+
+def test_command_line_of_the_local_launcher_has_no_password() -> None:
+    access = {"ca": "ca.pem", "username": "me", "password": "secret", "password_file": "word"}
+    request = Request(
+        job="fit",
+        driver="fit.py",
+        words=("--name", "my job"),
+        nodes=3,
+        min_nodes=1,
+        etcd="etcd1:2379",
+        etcd_access=access,
+        token=TOKEN,
+        token_file="fit.token",
+        node_tls={"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem", "name": "fit"},
+        drain_s=60.0,
+        options=argparse.Namespace(),
+    )
+    assert LocalLauncher().text(request) == (
+        "taskgraph run fit.py --name 'my job' --nodes 3 --replace --etcd etcd1:2379 --etcd-ca ca.pem --etcd-user me "
+        "--etcd-password-file word --token-file fit.token --tls-ca ca.pem --tls-cert cert.pem --tls-key key.pem "
+        "--tls-name fit\n"
+    )
+    assert "secret" not in repr(request) and TOKEN not in repr(request)
 
 
 @pytest.mark.parametrize(
