@@ -208,7 +208,6 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
             _FUNCTION.format(again=AGAIN),
             _first(element),
             _NODE.format(
-                waiting=_WAITING if element.own_etcd else "",
                 cpus=f" --cpus-per-task={resources.cpus}" if resources.cpus else "",
                 job=shlex.quote(element.job),
                 listen=_shell_text(element.listen),
@@ -266,13 +265,9 @@ fi"""
 _FORGET = """
     rm -f "$folder/etcd.at\""""
 
-_WAITING = """
-    # The first element writes where its etcd listens.
-    until [ -e "$folder/etcd.at" ] || [ -e "$folder/ended" ]; do sleep 0.2; done"""
-
 _NODE = """
 pause=1
-while [ ! -e "$folder/ended" ]; do{waiting}
+while [ ! -e "$folder/ended" ]; do
     srun --quiet --ntasks=1{cpus} "$python" -P -m taskgraph node --job {job} --name "$name" --listen "{listen}" \\
         {words} \\
         --drained-code {again}
@@ -280,7 +275,7 @@ while [ ! -e "$folder/ended" ]; do{waiting}
     [ -e "$folder/ended" ] && break
     case $code in
     0) break ;;  # the job has ended
-    {again}) queue_again ;;  # Slurm wants the machine for others, or the time is over
+    {again} | 143) queue_again ;;  # it got SIGTERM: Slurm wants the machine for others, or the time is over
     esac
     sleep $pause  # the node died: another one takes its place
     pause=$((pause < 30 ? 2 * pause : 30))

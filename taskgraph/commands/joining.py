@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import sys
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from taskgraph.commands.common import (
 )
 from taskgraph.commands.running import print_result, run
 from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.etcd.options import NoAddress
 from taskgraph.coordination.opening import opened
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
@@ -64,6 +66,7 @@ _DRAINED_CODES = (0, *range(6, 126))
 """Lower codes are errors, and shells use higher ones."""
 _LAST_LOOK_S = 2.0
 _TOKEN_AGAIN_S = 2.0
+_ADDRESS_AGAIN_S = 0.1
 """The pause before a node with a wrong token reads its token file again."""
 
 
@@ -354,7 +357,13 @@ async def _submitted(
     etcd: str, tls: dict[str, str], options: argparse.Namespace, token: str, entry: JobEntry | None
 ) -> tuple[JobSpec, str]:
     """Waits for the job and its token. Raises UnknownJob if the launcher of `entry`, which runs its etcd, ends."""
-    async with opened(etcd, tls) as coordinator:
+    async with AsyncExitStack() as stack:
+        while True:
+            try:
+                coordinator = await stack.enter_async_context(opened(etcd, tls))
+                break
+            except NoAddress:  # the etcd of `file:PATH` has not started yet, or starts elsewhere
+                await asyncio.sleep(_ADDRESS_AGAIN_S)
         submitted = _with_its_token(coordinator, options, etcd, token)
         async with alongside(submitted, launcher_gone(entry)) as (waiting, gone):
             await any_done(waiting, gone)
