@@ -19,7 +19,14 @@ from pathlib import Path
 
 from taskgraph.clusters.api import Request
 from taskgraph.clusters.slurm_commands import queue, slurm
-from taskgraph.clusters.slurm_options import add_slurm_options, element_of, own_access, resources_of, tls_of
+from taskgraph.clusters.slurm_options import (
+    add_slurm_options,
+    element_of,
+    needs_certificates,
+    own_access,
+    resources_of,
+    tls_of,
+)
 from taskgraph.clusters.slurm_script import Folder, array_words, script
 from taskgraph.clusters.slurm_state import Seen, waiting_lines
 from taskgraph.clusters.tailing import follow_files
@@ -62,7 +69,7 @@ class SlurmLauncher:
             write_whole(folder.token, f"{token}\n".encode())
             write_whole(folder.run, secrets.token_hex(8).encode())
             write_whole(folder.script, self._script(request).encode())
-            if not request.node_tls and not request.insecure:
+            if needs_certificates(request):
                 await asyncio.to_thread(_write_certificates, folder, request.job)
             for words in _submissions(request):
                 await _submit(folder, words)

@@ -13,16 +13,11 @@ from taskgraph.clusters.slurm_script import Element, Folder, Resources
 from taskgraph.errors import JobError
 from taskgraph.network.tls import CA, CERT, KEY
 
-__all__ = ["add_slurm_options", "element_of", "own_access", "resources_of", "tls_of"]
+__all__ = ["add_slurm_options", "element_of", "needs_certificates", "own_access", "resources_of", "tls_of"]
 
-_ETCD_OPTIONS = {
-    "ca": "--etcd-ca",
-    "cert": "--etcd-cert",
-    "key": "--etcd-key",
-    "username": "--etcd-user",
-    "password_file": "--etcd-password-file",
-}
-"""By name in `Request.etcd_access`. A password without a file is in the environment, which sbatch passes on."""
+_ETCD = {"ca": "CA", "cert": "CERT", "key": "KEY", "username": "USER", "password_file": "PASSWORD_FILE"}
+"""Ends of variables, by name in `Request.etcd_access`. A password without a file is in the environment, which sbatch
+passes on."""
 
 
 def add_slurm_options(group: argparse._ArgumentGroup) -> None:
@@ -66,10 +61,24 @@ def tls_of(folder: Folder, job: str) -> dict[str, str]:
     return {**{name: str(folder.tls / file) for name, file in files.items()}, "name": certificate_name(job)}
 
 
+def needs_certificates(request: Request) -> bool:
+    """Says whether certificates are to be made: the user named none. The job's own etcd never goes without TLS.
+
+    Everybody who reaches an etcd without it could change the job's spec, and so run code as this user.
+    """
+    return not request.node_tls and (not request.insecure or not request.etcd)
+
+
 def _node_tls(request: Request, folder: Folder) -> dict[str, str]:
     if request.node_tls or request.insecure:
         return request.node_tls
     return tls_of(folder, request.job)
+
+
+def _etcd_tls(request: Request, folder: Folder) -> dict[str, str]:
+    """Returns the files for clients of the job's own etcd."""
+    found = request.node_tls or tls_of(folder, request.job)
+    return {name: value for name, value in found.items() if name != "name"}
 
 
 def own_access(request: Request) -> dict[str, str]:
@@ -79,7 +88,7 @@ def own_access(request: Request) -> dict[str, str]:
     found = {f"tls_{name}": value for name, value in tls.items()}
     if not request.etcd:
         found |= {"etcd": f"file:{folder.etcd_at}"}
-        found |= {f"etcd_{name}": value for name, value in tls.items() if name != "name"}
+        found |= {f"etcd_{name}": value for name, value in _etcd_tls(request, folder).items()}
     return found
 
 
@@ -92,15 +101,15 @@ def element_of(request: Request) -> Element:
     options, folder = request.options, _folder(request)
     tls = _node_tls(request, folder)
     if not request.etcd:
-        access = {name: value for name, value in tls.items() if name != "name"}
+        access = _etcd_tls(request, folder)
     else:
-        access = {name: value for name, value in request.etcd_access.items() if name in _ETCD_OPTIONS}
-    reach = ["--etcd", request.etcd or f"file:{folder.etcd_at}"]
-    for name, value in access.items():
-        reach += [_ETCD_OPTIONS[name], value]
-    reach += ["--token-file", str(folder.token)]
-    for name, value in tls.items():
-        reach += [f"--tls-{name}", value]
+        access = {name: value for name, value in request.etcd_access.items() if name in _ETCD}
+    variables = {
+        "ETCD": request.etcd or f"file:{folder.etcd_at}",
+        **{f"ETCD_{_ETCD[name]}": value for name, value in access.items()},
+        "TOKEN_FILE": str(folder.token),
+        **{f"TLS_{name.upper()}": value for name, value in tls.items()},
+    }
     given = ("--name", *(() if "--name" in request.words else (request.job,)))
     words = request.words if "--name" in request.words else (*given, *request.words)
     return Element(
@@ -109,7 +118,7 @@ def element_of(request: Request) -> Element:
         directory=Path.cwd(),
         folder=folder,
         own_etcd=not request.etcd,
-        reach=tuple(reach),
+        access=variables,
         submit=("submit", request.driver, *words, "--nodes", str(request.nodes), "--result", str(folder.result)),
         node=() if tls else ("--insecure-listen",),
         listen=options.listen,

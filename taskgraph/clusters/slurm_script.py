@@ -18,7 +18,7 @@ in the job's folder, which all machines see:
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,8 +130,8 @@ class Element:
         directory: where nodes work.
         folder: the job's folder.
         own_etcd: the first element brings an etcd.
-        reach: the options of commands for etcd, the token and TLS.
-        submit: the words of `taskgraph submit` for the first element, without `reach`.
+        access: how commands reach etcd, the token and certificates: variables of the environment without TASKGRAPH_.
+        submit: the words of `taskgraph submit` for the first element.
         node: further options of `taskgraph node`.
         listen: the host's own name or address, as the shell reads it between double quotes.
         drain_s: how long a node takes to leave, in seconds.
@@ -142,7 +142,7 @@ class Element:
     directory: Path
     folder: Folder
     own_etcd: bool
-    reach: tuple[str, ...]
+    access: Mapping[str, str]
     submit: tuple[str, ...]
     node: tuple[str, ...] = ()
     listen: str = "$(hostname)"
@@ -203,7 +203,15 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
         (
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in header),
-            _INTRODUCTION.format(job=element.job, folder=shlex.quote(str(element.folder.path)), python=element.python),
+            _INTRODUCTION.format(
+                job=element.job,
+                folder=shlex.quote(str(element.folder.path)),
+                python=shlex.quote(element.python),
+                access="".join(
+                    f"export TASKGRAPH_{name}={_in_folder(element.folder, value)}\n"
+                    for name, value in element.access.items()
+                ),
+            ),
             *(("", *before) if before else ()),
             _FUNCTION.format(again=AGAIN),
             _first(element),
@@ -211,7 +219,7 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
                 cpus=f" --cpus-per-task={resources.cpus}" if resources.cpus else "",
                 job=shlex.quote(element.job),
                 listen=_shell_text(element.listen),
-                words=_continued((*element.node, *element.reach)),
+                words="".join(f" {shlex.quote(word)}" for word in element.node),
                 again=AGAIN,
             ),
         )
@@ -223,9 +231,9 @@ _INTRODUCTION = """
 # while the job runs. `taskgraph scale {job} N` changes their number, `taskgraph shutdown {job}` ends the job.
 folder={folder}
 python={python}
+{access}export PYTHONHASHSEED=0  # as of all nodes, which would start themselves again without it
 element=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 name=$SLURM_ARRAY_TASK_ID.${{SLURM_RESTART_COUNT:-0}}
-export PYTHONHASHSEED=0  # as of all nodes, which would start themselves again without it
 [ -e "$folder/ended" ] && exit 0  # the job ended while this element was waiting"""
 
 _FUNCTION = """
@@ -268,9 +276,8 @@ _FORGET = """
 _NODE = """
 pause=1
 while [ ! -e "$folder/ended" ]; do
-    srun --quiet --ntasks=1{cpus} "$python" -P -m taskgraph node --job {job} --name "$name" --listen "{listen}" \\
-        {words} \\
-        --drained-code {again}
+    srun --quiet --ntasks=1{cpus} "$python" -P -m taskgraph node --job {job} --name "$name" \\
+        --listen "{listen}"{words} --drained-code {again}
     code=$?
     [ -e "$folder/ended" ] && break
     case $code in
@@ -289,11 +296,17 @@ def _first(element: Element) -> str:
         what="runs the job's etcd, submits the job" if element.own_etcd else "submits the job",
         own=f' --own-etcd "{_shell_text(element.listen)}"' if element.own_etcd else "",
         forget=_FORGET if element.own_etcd else "",
-        words=_continued((*element.submit, *element.reach), "            "),
+        words=_continued(element.submit, "            "),
     )
 
 
-def _continued(words: Sequence[str], indent: str = "        ") -> str:
+def _in_folder(folder: Folder, value: str) -> str:
+    """Quotes a value for the shell, in which paths of the job's folder begin with its variable."""
+    before, there, rest = value.partition(f"{folder.path}/")
+    return f'{shlex.quote(before) if before else ""}"$folder"/{shlex.quote(rest)}' if there else shlex.quote(value)
+
+
+def _continued(words: Sequence[str], indent: str) -> str:
     """Joins quoted words to lines. An option and its value stay together."""
     parts: list[str] = []
     for word in words:

@@ -27,6 +27,7 @@ import uvloop
 
 from taskgraph.clusters.slurm import arrays_in
 from taskgraph.clusters.slurm_commands import machine_is_down, queue, slurm
+from taskgraph.clusters.slurm_options import tls_of
 from taskgraph.clusters.slurm_script import Folder
 from taskgraph.clusters.slurm_state import Seen, Waiting, changes, why_ended, why_left
 from taskgraph.commands.arguments import parser
@@ -114,8 +115,10 @@ class _Companion:
         if host is None:
             yield None
             return
-        tls, folder = node_tls_of(self._options), self._folder
-        name = tls.pop("name", "")
+        folder, options = self._folder, self._options
+        tls = {name: value for name, value in access_of(options).items() if name in ("ca", "cert", "key")}
+        made = tls_of(folder, options.name)  # for this job; else the user's
+        name = made["name"] if tls.get("ca") == made["ca"] else node_tls_of(options).get("name", "")
         public = Public(host=host, data=folder.etcd, tls=tls, name=name)
         log_path = folder.logs / "etcd.log"
         async with EmbeddedEtcd(public=public, log=log_path, nodes=self._options.nodes) as etcd:

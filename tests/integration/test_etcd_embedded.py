@@ -20,9 +20,11 @@ from kept_kit import KeptEtcd
 from processes_kit import becomes, gone, running
 
 import taskgraph
+from taskgraph.clusters.credentials import job_certificates
 from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.errors import CoordinationError
+from taskgraph.coordination.public import Public
+from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.protocol.kv import Put, Txn
 
 ROOT = Path(taskgraph.__file__).parent.parent
@@ -321,3 +323,33 @@ async def test_a_program_that_stops_the_wall_clock_reaches_it(monkeypatch: pytes
             stopped.setattr(time, "time", lambda: 1.7e9)
             async with asyncio.timeout(5):
                 assert await coordinator.get("/taskgraph/none") is None
+
+
+async def test_etcd_for_other_hosts_goes_on_elsewhere_with_its_data(temporary: Path) -> None:
+    """Clients find it by the file with its address, over TLS for a fixed name; a lease outlives the move."""
+    for name, data in job_certificates("fit").items():
+        (temporary / name).write_bytes(data)
+    access = {name: str(temporary / f"{name}.pem") for name in ("ca", "cert", "key")}
+    public = Public(host="localhost", data=temporary / "data", tls=access, name="fit")
+    address = temporary / "address"
+    with pytest.raises(Unavailable, match="address"):
+        await EtcdCoordinator.connect(f"file:{address}", **access)
+    async with EmbeddedEtcd(public=public) as first:
+        address.write_text(f"{first.endpoint} fit\n")
+        client = await EtcdCoordinator.connect(f"file:{address}", **access)
+        await client.txn(Txn(success=(Put("/a", b"1"),)))
+        lease = await client.lease(5.0, stall_limit_s=60.0)
+        with pytest.raises(Unavailable):
+            await EtcdCoordinator.connect(first.endpoint.replace("https", "http"))
+    address.unlink()
+    async with client, EmbeddedEtcd(public=public) as second:
+        assert second.endpoint != first.endpoint
+        address.write_text(f"{second.endpoint} fit\n")
+        found = await client.get("/a")
+        assert found is not None and found.value == b"1"
+        before = lease.valid_until()
+        while lease.valid_until() == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert not lease.lost()
+        await lease.close(revoke=True)
+    assert private_dirs(temporary) == []

@@ -117,9 +117,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             slurm.start()
             made = Site(slurm, tmp_path_factory.mktemp("login"), Path(runtime))
             kept = (made.folder / "checkpoints").as_uri()  # waits for Slurm, while other tests run
-            made.submit(
-                "timed", *GRAPH, "-o", f"checkpoint={kept}", "--time", "1", "--partition", "core", "--nodes", "1"
-            )
+            one = ("--time", "1", "--partition", "core", "--nodes", "1", "--insecure-listen")
+            made.submit("timed", *GRAPH, "-o", f"checkpoint={kept}", *one)
             yield made
         finally:
             slurm.stop()

@@ -33,7 +33,7 @@ def element(folder: Path, python: str = "python3", *, own_etcd: bool = True, lis
         directory=folder.parent,
         folder=kept,
         own_etcd=own_etcd,
-        reach=("--etcd", f"file:{kept.etcd_at}" if own_etcd else "e1:2379", "--token-file", str(kept.token)),
+        access={"ETCD": f"file:{kept.etcd_at}" if own_etcd else "e1:2379", "TOKEN_FILE": str(kept.token)},
         submit=("submit", "fit.py", "-o", "text=it's; $HOME"),
         listen=listen,
         drain_s=60.0,
@@ -114,13 +114,13 @@ class Host:
 
 def test_element_starts_a_node_and_ends_with_its_job(tmp_path: Path) -> None:
     host = Host(tmp_path)
-    host.command("srun", "exit 0")
+    host.command("srun", f'echo "$TASKGRAPH_ETCD $TASKGRAPH_TOKEN_FILE" > "{host.folder}/access"')
     assert host.run(script(element(host.folder, own_etcd=False), Resources(cpus=2), 4)) == 0
     (node,) = host.called("srun")
     assert node[:3] == ["--quiet", "--ntasks=1", "--cpus-per-task=2"]
     assert node[node.index("--name") + 1] == "3.0"
     assert node[node.index("--listen") + 1] == "m1"
-    assert node[node.index("--token-file") + 1] == str(host.folder / "token")
+    assert (host.folder / "access").read_text() == f"e1:2379 {host.folder / 'token'}\n"
     assert not host.called("scontrol")
 
 
