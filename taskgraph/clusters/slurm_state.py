@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["QUEUE_FORMAT", "Seen", "Waiting", "changes", "parse_queue", "waiting_lines", "why_ended", "why_left"]
+__all__ = ["QUEUE_FORMAT", "Seen", "departures", "machine_of", "parse_queue", "waiting_lines", "why_ended", "why_left"]
 
 QUEUE_FORMAT = "%i|%T|%r|%N"
 """Element, state, reason, machine."""
@@ -72,14 +72,6 @@ class Seen:
         return self.state in _ENDING
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A running element that is no longer there: what has become of it is to be asked."""
-
-    before: Seen
-    after: Seen | None
-
-
 def parse_queue(text: str) -> list[Seen]:
     """Parses the lines of `squeue -h -r -o QUEUE_FORMAT`; other lines are passed over."""
     found = (_LINE.fullmatch(line.strip()) for line in text.splitlines())
@@ -113,14 +105,14 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
-def changes(before: Iterable[Seen], now: Iterable[Seen]) -> list[Waiting]:
-    """Returns the elements that ran before, and do not run now, or run on another machine."""
-    there = {each.name: each for each in now}
+def departures(before: Iterable[Seen], now: Iterable[Seen]) -> list[Seen]:
+    """Returns the elements that ran before, and do not run now, or run on another machine. Those that end still run."""
+    there = {each.name: each for each in now if each.running or each.ending}
     gone = []
     for each in before:
         after = there.get(each.name)
-        if each.running and (after is None or not after.running or after.machine != each.machine):
-            gone.append(Waiting(each, after))
+        if (each.running or each.ending) and (after is None or after.machine != each.machine):
+            gone.append(each)
     return gone
 
 
@@ -136,6 +128,11 @@ def _seconds(text: str) -> float:
         return float("inf")
     days, hours, minutes, seconds = (int(each or 0) for each in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def machine_of(job: str) -> str:
+    """Returns the machine of an element, from the words of `scontrol`; "": none is named."""
+    return _words(job).get("NodeList", "").replace("(null)", "")
 
 
 def why_left(job: str, notice_s: float) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -29,7 +30,7 @@ from taskgraph.clusters.slurm import arrays_in
 from taskgraph.clusters.slurm_commands import machine_is_down, queue, slurm
 from taskgraph.clusters.slurm_options import tls_of
 from taskgraph.clusters.slurm_script import Folder
-from taskgraph.clusters.slurm_state import Seen, Waiting, changes, why_ended, why_left
+from taskgraph.clusters.slurm_state import Seen, departures, machine_of, why_ended, why_left
 from taskgraph.commands.arguments import parser
 from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_of
 from taskgraph.coordination.embedded import EmbeddedEtcd
@@ -57,6 +58,8 @@ _TRIES, _TRY_S = 24, 5.0
 """`submit` is tried so often while etcd does not answer."""
 _POLL_S = 5.0
 """How often Slurm is asked: each question costs slurmctld some milliseconds."""
+_NOTED_S = 60.0
+"""An element that noted why it leaves is seen to be gone within this time."""
 _LOOK_S = 0.5
 _LEAVE_S = 20.0
 """How long nodes may take to leave after the job has ended, before their elements get SIGTERM, and then are cancelled.
@@ -168,31 +171,29 @@ class _Companion:
             log.warning("events of Slurm are not written: %s", error)
 
     async def _report(self, follower: Follower, drain_s: float) -> None:
-        array, _, number = self._element.partition("_")
+        array, _, own = self._element.partition("_")
         # Another one of us may have ended with its machine: then this element changed its place unseen.
         again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        before = [Seen(int(array), int(number), "RUNNING", "None", "")] if again else []
+        before = [Seen(int(array), int(own), "RUNNING", "None", "")] if again else []
+        reported: dict[int, float] = {}  # by number: when an element was reported that is not yet seen to be gone
+
+        async def report(number: int, machine: str, kind: str, why: str) -> None:
+            text = f"element {number} left {machine or 'its machine'}: {why}"
+            await follower.keep_event(Event(time.time(), "slurm", kind, text))
+
         while True:
             with contextlib.suppress(TransportError, JobError):  # slurmctld is busy: the next time
                 now = await queue(arrays_in(self._folder))
-                for gone in changes(before, now):
-                    kind, why = await self._why(gone, drain_s)
-                    text = f"element {gone.before.number} left {gone.before.machine or 'its machine'}: {why}"
-                    await follower.keep_event(Event(time.time(), "slurm", kind, text))
+                for number, note in _take_notes(self._folder):
+                    reported[number] = time.monotonic()
+                    await report(number, machine_of(note), *why_left(note, drain_s))
+                for gone in departures(before, now):
+                    if time.monotonic() > reported.pop(gone.number, -math.inf) + _NOTED_S:
+                        said = await slurm("scontrol", "--oneliner", "show", "job", gone.name, no_job="")
+                        is_down = await machine_is_down(gone.machine)
+                        await report(gone.number, gone.machine, *why_ended(said, machine_is_down=is_down))
                 before = now
             await asyncio.sleep(_POLL_S)
-
-    async def _why(self, gone: Waiting, drain_s: float) -> tuple[str, str]:
-        """Returns why an element went: as it noted itself, or else as Slurm says."""
-        notes = sorted(self._folder.left.glob(f"{gone.before.number}.*"), key=lambda path: path.stat().st_mtime)
-        if notes:
-            note = notes[-1].read_text()
-            for path in notes:
-                remove_file(path)
-            if note:
-                return why_left(note, drain_s)
-        said = await slurm("scontrol", "--oneliner", "show", "job", gone.before.name, no_job="")
-        return why_ended(said, machine_is_down=await machine_is_down(gone.before.machine))
 
     async def _end_elements(self, stopped: asyncio.Event) -> None:
         """Ends what is left of the array after the job's end: those that wait at once, others after a while."""
@@ -218,6 +219,16 @@ class _Companion:
                 return True
             await asyncio.sleep(_LOOK_S)
         return False
+
+
+def _take_notes(folder: Folder) -> list[tuple[int, str]]:
+    """Removes the notes of elements that left; returns the numbers of the elements, and what Slurm said then."""
+    found = []
+    for path in sorted(folder.left.iterdir()):
+        if note := path.read_text():  # else it is just being written
+            found.append((int(path.name.partition(".")[0]), note))
+            remove_file(path)
+    return found
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:

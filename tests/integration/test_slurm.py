@@ -97,8 +97,11 @@ class Site:
         return [json.loads(line) for line in self.call("events", name, "--json").splitlines()]
 
     def kinds(self, name: str) -> set[str]:
-        """Returns the kinds of the events that the companion wrote."""
-        return {event["kind"] for event in self.events(name) if event["node"] == "slurm"}
+        """Returns the kinds of the events that the companion wrote; none while the job's etcd is away."""
+        try:
+            return {event["kind"] for event in self.events(name) if event["node"] == "slurm"}
+        except AssertionError:
+            return set()
 
     def values(self, name: str) -> Any:
         return json.loads(self.call("result", name, "--json"))["values"]
@@ -156,7 +159,7 @@ def test_preempted_jobs_shrink_and_grow_and_compute_the_same(site: Site, embedde
     slurm.run("scancel", f"{slurm.arrays('graph')[1]}_1")  # what a user may do without us
     slurm.until(partial(slurm.elements, "graph"), lambda there: there == {"0": "RUNNING", "2": "RUNNING"})
     assert "shutdown" in site.call("scale", "graph", "0", fails=True)
-    assert "began" in site.call("logs", "graph", "--node", "0.0")
+    assert "taskgraph.events" in site.call("logs", "graph", "--node", "0.0")
     assert "runs already" in site.call("submit", *GRAPH, "--name", "graph", "--on", "slurm", fails=True)
     slurm.until(partial(site.kinds, "graph"), lambda kinds: kinds == {"preempted", "scaled", "cancelled"})
 
@@ -176,7 +179,7 @@ def test_job_outlives_the_machine_of_its_etcd(site: Site) -> None:
     assert "waits" in site.call("status", "lost", fails=True)
     status = site.until("lost", lambda status: "0.1" in names(status))
     assert status["epoch"] >= before
-    slurm.until(partial(site.kinds, "lost"), lambda kinds: kinds)
+    slurm.until(partial(site.kinds, "lost"), bool)
     assert site.let_finish("lost") == site.alone(*GRAPH)
     assert "rolled back" not in {event["kind"] for event in site.events("lost")}
 

@@ -11,7 +11,7 @@ import pytest
 
 from taskgraph.clusters.slurm_commands import queue, slurm
 from taskgraph.clusters.slurm_script import Element, Folder, Resources, array_words, script
-from taskgraph.clusters.slurm_state import Seen, changes, parse_queue, waiting_lines, why_ended, why_left
+from taskgraph.clusters.slurm_state import Seen, departures, parse_queue, waiting_lines, why_ended, why_left
 from taskgraph.errors import JobError, TransportError
 
 JOB = "JobId=9 ArrayJobId=7 JobState={state} Requeue={requeue} RunTime={ran} TimeLimit={limit} PreemptTime={preempted} "
@@ -184,10 +184,15 @@ def test_lines_of_the_queue() -> None:
 
 
 def test_element_that_moved_has_left_its_machine() -> None:
-    before = [Seen(7, number, "RUNNING", "None", f"m{number}") for number in range(3)]
-    now = [before[0], Seen(7, 1, "PENDING", "BeginTime", ""), Seen(7, 2, "RUNNING", "None", "m9")]
-    assert [gone.before.number for gone in changes(before, now)] == [1, 2]
-    assert [gone.after for gone in changes(before, [])] == [None] * 3
+    before = [Seen(7, number, "RUNNING", "None", f"m{number}") for number in range(4)]
+    now = [
+        before[0],
+        Seen(7, 1, "PENDING", "BeginTime", ""),
+        Seen(7, 2, "RUNNING", "None", "m9"),
+        Seen(7, 3, "COMPLETING", "None", "m3"),
+    ]
+    assert [gone.number for gone in departures(before, now)] == [1, 2]
+    assert [gone.number for gone in departures(now, [])] == [0, 2, 3]
 
 
 @pytest.mark.parametrize(
