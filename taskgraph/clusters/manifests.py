@@ -25,7 +25,9 @@ __all__ = ["CORE_NODES", "labels", "manifest_text", "manifests", "of_job", "of_n
 
 CORE_NODES = "taskgraph/nodes"
 """An annotation: how many nodes the first Deployment may have before the second one gets any."""
-_SECRET, _RUNTIME, _READY = "/etc/taskgraph", "/run/taskgraph", "/run/taskgraph/ready"
+_SECRET, _RUNTIME = "/etc/taskgraph", "/run/taskgraph"
+_READY = "/tmp/taskgraph-ready"
+"""Not in a volume, which outlives a container: the file of a killed node must not speak for its successor."""
 _NODE, _EXTRA, _LAUNCHER = "node", "extra-node", "launcher"
 _LAUNCHER_GRACE_S = 10
 _BEYOND_DRAIN_S = 30
@@ -222,12 +224,13 @@ def _node_pod(request: Request, pods: PodOptions, name: str, priority_class: str
 
 def _launcher(request: Request, pods: PodOptions, name: str) -> dict[str, Any]:
     result = request.options.result or "-"
+    expected = max(request.nodes, request.min_nodes)  # the extra nodes may come later, unless the job needs them
     within = ["--wait", "--within", "kubernetes", "--run", "$(JOB_UID)"]
     env = [_of_pod("JOB_UID", "metadata.labels['controller-uid']")]
     container = {
         "name": "launcher",
         "command": ["taskgraph", "submit"],
-        "args": [request.driver, *request.words, *within, "--nodes", str(request.nodes), "--result", result],
+        "args": [request.driver, *request.words, *within, "--nodes", str(expected), "--result", result],
         "resources": pods.launcher_resources,
     }
     rules = [

@@ -18,7 +18,17 @@ from taskgraph.launch.runtime import Runtime
 from taskgraph.protocol.keys import is_name
 from taskgraph.system.files import remove_file, whole_file
 
-__all__ = ["Placed", "find_placed", "forget_placed", "keep_placed", "kept_by", "placed_as", "placed_names", "ways"]
+__all__ = [
+    "Placed",
+    "find_placed",
+    "forget_placed",
+    "is_enclosed",
+    "keep_placed",
+    "kept_by",
+    "placed_as",
+    "placed_names",
+    "ways",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +66,12 @@ def placed_as(request: Request, on: str, where: Mapping[str, str]) -> Placed:
         token=where.get("token", request.token),
         node_tls=decided("tls", ("ca", "cert", "key", "name"), request.node_tls),
     )
+
+
+def is_enclosed(job: str) -> bool:
+    """Returns True if a launcher within a cluster submits the job, which this host has handed over."""
+    placed = find_placed(job)
+    return placed is not None and isinstance(find_launcher(placed.on), Enclosed)
 
 
 def ways(job: str, command: str) -> str:

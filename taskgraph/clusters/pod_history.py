@@ -44,7 +44,7 @@ class PodHistory:
                 found.append(gone)
             elif (waits := waiting_reason(pod)) is not None and waits.kind not in reported:
                 reported.add(waits.kind)
-                found.append(waits)
+                found += [waits] if waits.kind != "restarting" else []  # why it ended is reported each time
         named = [(_name(pod), seen) for seen in found]
         return [*named, *self._gone(uid)] if change == "DELETED" else named
 

@@ -43,7 +43,8 @@ class Seen:
     """What happened to a pod.
 
     Attributes:
-        kind: the kind of the event: preempted, evicted, lost, oom, deleted, ended, crashed, unschedulable, waiting.
+        kind: the kind of the event: preempted, evicted, lost, oom, deleted, ended or crashed; of pods that do not run
+            unschedulable, waiting or restarting.
         text: the rest of a sentence that begins with the pod's name.
     """
 
@@ -96,7 +97,10 @@ def waiting_reason(pod: Mapping[str, Any]) -> Seen | None:
         waiting = (container.get("state") or {}).get("waiting") or {}
         if (reason := waiting.get("reason")) and reason not in _STARTING:
             message = waiting.get("message", "").strip()
-            return Seen("waiting", f"does not start: {reason}" + (f": {message}" if message else ""))
+            return Seen(
+                "restarting" if reason == "CrashLoopBackOff" else "waiting",
+                f"does not start: {reason}" + (f": {message}" if message else ""),
+            )
     return None
 
 

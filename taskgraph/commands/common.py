@@ -283,6 +283,12 @@ def _placed_entry(name: str, etcd: str = "") -> JobEntry | None:
     )
 
 
+def _submitted_later(name: str) -> str:
+    from taskgraph.clusters.placed import is_enclosed
+
+    return f": its launcher submits it: `taskgraph logs {name} --node launcher`" if is_enclosed(name) else ""
+
+
 def _ended_here(runtime: Runtime, name: str) -> str:
     """Returns what this host knows about the end of a job; "": nothing."""
     kept = runtime.finished(name)
@@ -456,7 +462,7 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
             keys = Keys(entry.name)
             kv = await coordinator.get(keys.spec)
             if kv is None:
-                raise UnknownJob(f"etcd at {entry.etcd} has no job {entry.name!r}")
+                raise UnknownJob(f"etcd at {entry.etcd} has no job {entry.name!r}{_submitted_later(entry.name)}")
             spec = decode_key(JobSpec.from_bytes, kv, keys)
             yield FoundJob(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
     except CoordinationError as error:

@@ -1,8 +1,8 @@
 """Nodes for a control plane without containers: the pods bound to them become child processes of the test.
 
 It does what taskgraph sees of a kubelet: variables, volumes (secrets, empty directories), the account's token,
-readiness, exit codes, OOMKilled, restarts, logs, and the grace period. A pod's mount paths are replaced by directories
-of its own wherever a word begins with them.
+readiness, exit codes, OOMKilled, restarts, logs, and the grace period. A pod's mount paths, and /tmp, are replaced by
+directories of its own wherever a word begins with them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 import signal
 import ssl
 import sys
@@ -107,10 +108,14 @@ class Pod:
     def words(self, texts: list[str]) -> list[str]:
         """Returns words of a command with variables, and with our directories in place of mounts."""
         filled = [re.sub(r"\$\((\w+)\)", lambda found: self.env.get(found[1], found[0]), text) for text in texts]
-        for index, mount in enumerate(self.container.get("volumeMounts", [])):
-            path = mount["mountPath"]
-            filled = [re.sub(rf"^{re.escape(path)}(?=/|$)", str(self.folder / f"v{index}"), text) for text in filled]
-        return filled
+        places = {mount["mountPath"]: f"v{index}" for index, mount in enumerate(self.container.get("volumeMounts", []))}
+        return [self._own_path(text, {**places, "/tmp": "tmp"}) for text in filled]
+
+    def _own_path(self, text: str, places: dict[str, str]) -> str:
+        for path, ours in places.items():
+            if text == path or text.startswith(f"{path}/"):
+                return f"{self.folder / ours}{text[len(path) :]}"
+        return text
 
 
 class Kubelet:
@@ -233,6 +238,8 @@ class Kubelet:
         words = pod.words([*pod.container.get("command", []), *pod.container.get("args", [])])
         always = pod.made["spec"].get("restartPolicy", "Always") == "Always"
         while not pod.ending:
+            shutil.rmtree(pod.folder / "tmp", ignore_errors=True)  # a container's own files end with it
+            (pod.folder / "tmp").mkdir()
             with pod.log.open("ab") as log:
                 pod.process = await asyncio.create_subprocess_exec(
                     *words, env=pod.env, cwd=pod.container.get("workingDir"), stdout=log, stderr=log,

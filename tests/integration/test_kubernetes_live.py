@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cli_kit import Cli, Done, sums
-
-pytest.importorskip("lightkube")
-from kubelet_kit import Api, Kubelet  # it needs lightkube's packages
+from kubelet_kit import Api, Kubelet
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
 DRIVERS = Path(__file__).parent / "drivers"
 MACHINES = ["tg-m1", "tg-m2", "tg-m3", "tg-m4"]
-LIMIT_S = 40.0
+LIMIT_S = 60.0
 OLD_SERVER = """
 kind: PodDisruptionBudget
 $patch: delete
@@ -52,14 +51,17 @@ class Live:
     etcd: str
     namespace: str
     patch: Path
+    job: str
 
     async def __call__(self, *words: str, **env: str) -> Done:
         return await self.cli(*words, KUBECONFIG=os.environ["KUBECONFIG"], **env)
 
-    async def submit(self, driver: str, *words: str, cpu: str = "2", **env: str) -> Done:
+    async def submit(self, driver: str, *words: str, cpu: str = "1", **env: str) -> Done:
         place = ("--namespace", self.namespace, "--etcd", self.etcd, "--image", "test", "--patch", str(self.patch))
         pod = ("--workdir", str(DRIVERS), "--cpu", cpu, "--memory", "1Gi")
-        return await self("submit", str(DRIVERS / driver), "--on", "kubernetes", *place, *pod, *words, **env)
+        return await self(
+            *("submit", str(DRIVERS / driver), "--name", self.job, "--on", "kubernetes", *place, *pod, *words), **env
+        )
 
     def path(self, kind: str, name: str = "", group: str = "api/v1") -> str:
         return f"/{group}/namespaces/{self.namespace}/{kind}/{name}"
@@ -73,14 +75,18 @@ class Live:
         names = {each["metadata"]["name"]: each for each in found if "deletionTimestamp" not in each["metadata"]}
         return {name: each for name, each in names.items() if name.startswith(prefix)}
 
-    async def ready(self, prefix: str, count: int) -> dict[str, Any]:
-        """Waits until so many pods are ready, and returns them."""
+    async def ready(self, count: int) -> dict[str, Any]:
+        """Waits until so many nodes are ready, and returns their pods."""
 
         async def look() -> dict[str, Any]:
-            found = await self.pods(prefix)
+            found = {name: each for name, each in (await self.pods(self.job)).items() if "launcher" not in name}
             return found if sum(map(is_ready, found.values())) == count else {}
 
-        return dict(await until(look))
+        try:
+            return dict(await until(look))
+        except AssertionError:
+            logs = [f"{pod.name}:\n{pod.log.read_text()[-1500:]}" for pod in self.kubelet.running(self.job)]
+            raise AssertionError(f"{count} nodes did not get ready:\n{chr(10).join(logs)}") from None
 
     async def status(self, job: str) -> dict[str, Any]:
         done = await self("status", job, "--json")
@@ -90,13 +96,24 @@ class Live:
         done = await self("events", job, "--json")
         return [json.loads(line) for line in done.out.splitlines()]
 
-    async def event(self, job: str, kind: str) -> dict[str, Any]:
-        """Waits for an event of this kind."""
+    async def event(self, job: str, *kinds: str) -> dict[str, Any]:
+        """Waits for an event of one of these kinds."""
 
         async def look() -> dict[str, Any] | None:
-            return next((each for each in await self.events(job) if each["kind"] == kind), None)
+            return next((each for each in await self.events(job) if each["kind"] in kinds), None)
 
         return dict(await until(look))
+
+    async def budget(self, name: str) -> tuple[str, str]:
+        """Makes the budget that an old server has under another version; returns its name and its API."""
+        made = await self("submit", str(DRIVERS / "steady.py"), "--on", "kubernetes", "--image", "x", "--dry-run",
+                          "--etcd", "x:1", "--name", name)  # fmt: skip
+        (budget,) = (each for each in yaml.safe_load_all(made.out) if each["kind"] == "PodDisruptionBudget")
+        if (await self.get("poddisruptionbudgets", name, "apis/policy/v1")).get("kind") == "PodDisruptionBudget":
+            return name, "apis/policy/v1"
+        budget["apiVersion"] = "policy/v1beta1"
+        await self.api("POST", self.path("poddisruptionbudgets", group="apis/policy/v1beta1"), budget)
+        return name, "apis/policy/v1beta1"
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
@@ -125,12 +142,12 @@ async def live(cli: Cli, embedded_etcd: EmbeddedEtcd) -> AsyncIterator[Live]:
     version = await api("GET", "/version")
     patch.write_text(OLD_SERVER if int(version["minor"].rstrip("+")) < 26 else "")
     await api("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}})
-    for name, value in (("tg-low", 10), ("tg-high", 1000)):
+    for name, value in (("tg-low", 10), ("tg-mid", 100), ("tg-high", 1000)):
         made = {"metadata": {"name": name}, "value": value}
         await api("POST", "/apis/scheduling.k8s.io/v1/priorityclasses", made)
     try:
         async with Kubelet(api, folder, MACHINES) as kubelet:
-            yield Live(api, kubelet, cli, embedded_etcd.endpoint, namespace, patch)
+            yield Live(api, kubelet, cli, embedded_etcd.endpoint, namespace, patch, f"job-{namespace[3:]}")
             await api("DELETE", f"/api/v1/namespaces/{namespace}")
             for pod in kubelet.pods.values():
                 pod.ending = True
@@ -148,25 +165,144 @@ async def live(cli: Cli, embedded_etcd: EmbeddedEtcd) -> AsyncIterator[Live]:
 
 async def test_a_job_runs_to_its_end_and_is_removed(live: Live) -> None:
     began = time.monotonic()
-    done = await live.submit("sums.py", "--nodes", "3", "-o", "epochs=6", "--name", "fit")
+    done = await live.submit("sums.py", "--nodes", "3", "-o", "epochs=6")
     assert done.code == 0, done.err
     submitted = time.monotonic() - began
 
     async def over() -> Any:
-        status = (await live.get("jobs", "fit-launcher", "apis/batch/v1"))["status"]
+        status = (await live.get("jobs", f"{live.job}-launcher", "apis/batch/v1"))["status"]
         return status.get("succeeded") or status.get("failed")
 
     assert await until(over) == 1
     print(f"submitted after {submitted:.2f} s, over after {time.monotonic() - began:.2f} s")
-    done = await live("logs", "fit", "--node", "launcher")
+    done = await live("logs", live.job, "--node", "launcher")
     assert done.code == 0, done.err
     values = [json.loads(line)["values"]["0"] for line in done.out.splitlines() if line.startswith("{")]
     assert values == [sums(epochs=6)]
-    assert (await live.get("deployments", "fit", "apis/apps/v1"))["spec"]["replicas"] == 0
-    done = await live("result", "fit")
+    assert (await live.get("deployments", live.job, "apis/apps/v1"))["spec"]["replicas"] == 0
+    done = await live("result", live.job)
     assert done.code == 0, done.err
-    done = await live("shutdown", "fit")
+    done = await live("shutdown", live.job)
     assert done.code == 0, done.err
     for kind, group in (("deployments", "apis/apps/v1"), ("jobs", "apis/batch/v1"), ("secrets", "api/v1")):
         left = (await live.get(kind, group=group))["items"]
-        assert not [each["metadata"]["name"] for each in left if each["metadata"]["name"].startswith("fit")]
+        assert not [each["metadata"]["name"] for each in left if each["metadata"]["name"].startswith(live.job)]
+
+
+async def test_scale_logs_and_status(live: Live) -> None:
+    done = await live.submit("steady.py", "--nodes", "2", "-o", "epochs=100000")
+    assert done.code == 0, done.err
+    await live.ready(2)
+    done = await live("scale", live.job, "4")
+    assert done.out == f"job {live.job} on kubernetes, 4 nodes: Deployment {live.job} has 4 replicas now\n"
+    await live.ready(4)
+    assert len((await live.status(live.job))["nodes"]) == 4
+    done = await live("scale", live.job, "2")
+
+    async def two() -> bool:
+        return len((await live.status(live.job))["nodes"]) == 2
+
+    await until(two)
+    done = await live("logs", live.job, "--node", next(iter(await live.ready(2))))
+    assert done.code == 0, done.err
+    following = await live.cli.start("logs", live.job, "--follow", KUBECONFIG=os.environ["KUBECONFIG"])
+    await live("shutdown", live.job)
+    assert (await following.done()).code == 0
+    assert not await live.pods(live.job)
+
+
+async def test_pods_are_preempted_and_come_back(live: Live) -> None:
+    """Four machines of two cores: a job of higher priority takes two of them for a while."""
+    done = await live.submit(
+        *(
+            "steady.py",
+            "--nodes",
+            "1",
+            "--extra-nodes",
+            "3",
+            "--extra-priority",
+            "tg-low",
+            "--priority-class",
+            "tg-mid",
+            "-o",
+            "epochs=100000",
+        ),
+        *("-o", "tasks=8", "--min-nodes", "4"),
+        cpu="1500m",
+    )
+    assert done.code == 0, done.err
+    await live.ready(4)
+    resources = {"requests": {"cpu": "1500m"}}
+    container = {"name": "other", "image": "x", "command": ["sleep", "8"], "resources": resources}
+    pod = {"priorityClassName": "tg-high", "restartPolicy": "Never", "containers": [container]}
+    pod["terminationGracePeriodSeconds"] = 1
+    other = {"metadata": {"name": "other"}, "spec": {"parallelism": 2, "completions": 2, "template": {"spec": pod}}}
+    began = time.monotonic()
+    await live.api("POST", live.path("jobs", group="apis/batch/v1"), other)
+
+    async def running() -> bool:
+        return len(live.kubelet.running("other")) == 2
+
+    await until(running)
+    print(f"preempted: the other job ran after {time.monotonic() - began:.2f} s")
+    status = await live.status(live.job)
+    assert status["state"] == "running"
+    assert len(status["nodes"]) == 2
+    done = await live("status", live.job)
+    assert "Insufficient cpu" in done.out, done.out
+    event = await live.event(live.job, "preempted", "deleted")  # servers before 1.26 do not say why
+    assert event["text"].startswith(f"{live.job}-extra-")
+    assert "Insufficient cpu" in (await live.event(live.job, "unschedulable"))["text"]
+    await live.ready(4)
+    print(f"back to size after {time.monotonic() - began:.2f} s")
+    assert (await live.status(live.job))["attempt"] == 1
+    await live("shutdown", live.job)
+
+
+async def test_a_killed_node_and_a_lack_of_memory_are_told_apart(live: Live) -> None:
+    done = await live.submit("steady.py", "--nodes", "3", "-o", "epochs=100000")
+    assert done.code == 0, done.err
+    pods = await live.ready(3)
+    first, second, _ = pods
+    live.kubelet.kill(live.kubelet.find(first), out_of_memory=True)
+    event = await live.event(live.job, "oom")
+    assert event["text"].startswith(f"{first} was killed: it used more memory than its limit")
+    await live.ready(3)
+    live.kubelet.kill(live.kubelet.find(second))
+    event = await live.event(live.job, "crashed")
+    assert event["text"].startswith(f"{second} was killed (SIGKILL)")
+    await live.ready(3)
+    assert (await live.status(live.job))["state"] == "running"
+    await live("shutdown", live.job)
+
+
+async def test_evictions_wait_until_tasks_have_backups_again(live: Live) -> None:
+    """`kubectl drain` of several machines: a budget with readiness lets one node go at a time."""
+    done = await live.submit("steady.py", "--nodes", "3", "-o", "epochs=100000")
+    assert done.code == 0, done.err
+    pods = list(await live.ready(3))
+    budget, group = await live.budget(live.job)
+    version = group.removeprefix("apis/")
+
+    async def evict(pod: str) -> Any:
+        eviction = {"apiVersion": version, "kind": "Eviction", "metadata": {"name": pod}}
+        return await live.api("POST", live.path("pods", f"{pod}/eviction"), eviction)
+
+    async def allowed() -> bool:
+        status = (await live.get("poddisruptionbudgets", budget, group)).get("status", {})
+        return bool(status.get("disruptionsAllowed"))
+
+    await until(allowed)
+    answers = [await evict(pod) for pod in pods[:2]]
+    assert [answer.get("code") for answer in answers] in ([201, 429], [None, 429]), answers
+    began = time.monotonic()
+
+    async def evicted() -> bool:
+        return (await evict(pods[1])).get("code") != 429
+
+    await until(evicted)
+    print(f"the second eviction was let through after {time.monotonic() - began:.2f} s")
+    await live.ready(3)
+    status = await live.status(live.job)
+    assert (status["state"], status["attempt"]) == ("running", 1)
+    await live("shutdown", live.job)
