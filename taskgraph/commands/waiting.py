@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ from taskgraph.system.files import write_whole
 from taskgraph.system.streams import never_wait
 
 __all__ = ["inside_of", "wait_for"]
+
+log = logging.getLogger("taskgraph.waiting")
 
 _OUTPUT = Path("-")
 """In place of a file for the values: standard output."""
@@ -105,6 +108,8 @@ async def _report_nodes(inside: Inside | None, follower: Collector, job: str) ->
             await inside.watch_pods(job, report)
         except TaskGraphError as error:
             say(f"no event will say why nodes go: {error}")
+        except Exception:  # a mistake of ours, which must not end the job's launcher
+            log.exception("no event will say why nodes go")
 
 
 async def _say_without_nodes(follower: Collector, spec: JobSpec) -> None:

@@ -84,6 +84,7 @@ class Pod:
     process: asyncio.subprocess.Process | None = None
     env: dict[str, str] = field(default_factory=dict)
     restarts: int = 0
+    last: dict[str, Any] = field(default_factory=dict)
     out_of_memory: bool = False
     ending: bool = False
     over: bool = False
@@ -119,10 +120,11 @@ class Pod:
 
 
 class Kubelet:
-    """Machines `names`, of `cpu` cores each."""
+    """Machines `names`, of `cpu` cores each, with the label `tg` of this value."""
 
-    def __init__(self, api: Api, folder: Path, names: list[str], cpu: str = "2") -> None:
-        self.api, self.folder, self.names, self.cpu = api, folder, names, cpu
+    def __init__(self, api: Api, folder: Path, label: str, names: list[str], cpu: str = "2") -> None:
+        self.api, self.folder, self.label, self.names, self.cpu = api, folder, label, names, cpu
+        self.server = api.server  # for accounts of pods
         self.lost: set[str] = set()
         self.pods: dict[str, Pod] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -191,7 +193,7 @@ class Kubelet:
             "addresses": [{"type": "InternalIP", "address": ADDRESS}],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": self._port}},
         }
-        labels = {"kubernetes.io/hostname": name, "taskgraph-test": "true"}
+        labels = {"kubernetes.io/hostname": name, "tg": self.label}
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}, "status": status}
         await self.api("DELETE", f"/api/v1/nodes/{name}")
         await self.api("POST", "/api/v1/nodes", node)
@@ -264,7 +266,8 @@ class Kubelet:
                 break
             pod.restarts, pod.out_of_memory = pod.restarts + 1, False
             waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
-            await self._report(pod, "Running", waiting, {"terminated": ended})
+            pod.last = {"terminated": ended}
+            await self._report(pod, "Running", waiting)
             await asyncio.sleep(min(0.2 * 2**pod.restarts, 5))
         pod.over = True
         if pod.ending:
@@ -291,7 +294,7 @@ class Kubelet:
             pod.env[each["name"]] = pod.words([each["value"]])[0] if source is None else _field(metadata, source)
         if spec.get("automountServiceAccountToken", True) and spec.get("serviceAccountName", "default") != "default":
             token = await self.api.account_token(metadata["namespace"], spec["serviceAccountName"])
-            path = self.api.kubeconfig(pod.folder / "kubeconfig", token, metadata["namespace"])
+            path = self.api.kubeconfig(pod.folder / "kubeconfig", token, metadata["namespace"], self.server)
             pod.env["KUBECONFIG"] = str(path)
 
     async def _probe(self, pod: Pod, state: dict[str, Any]) -> None:
@@ -307,7 +310,7 @@ class Kubelet:
                 await self._report(pod, "Running", state)
             await asyncio.sleep(min(probe.get("periodSeconds", 10), 1) if probe else 60)
 
-    async def _report(self, pod: Pod, phase: str, state: dict[str, Any], last: dict[str, Any] | None = None) -> None:
+    async def _report(self, pod: Pod, phase: str, state: dict[str, Any]) -> None:
         container = {
             "name": pod.container["name"],
             "image": pod.container["image"],
@@ -315,7 +318,7 @@ class Kubelet:
             "ready": pod.ready,
             "restartCount": pod.restarts,
             "state": state,
-            "lastState": last or {},
+            "lastState": pod.last,
         }
         ready = "True" if pod.ready else "False"
         conditions = [

@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 import yaml
+from api_proxy_kit import ApiProxy
 from cli_kit import Cli, Done, sums
 from kubelet_kit import Api, Kubelet
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
 DRIVERS = Path(__file__).parent / "drivers"
-MACHINES = ["tg-m1", "tg-m2", "tg-m3", "tg-m4"]
 LIMIT_S = 60.0
 OLD_SERVER = """
 kind: PodDisruptionBudget
@@ -54,11 +54,11 @@ class Live:
     job: str
 
     async def __call__(self, *words: str, **env: str) -> Done:
-        return await self.cli(*words, KUBECONFIG=os.environ["KUBECONFIG"], **env)
+        return await self.cli(*words, **{"KUBECONFIG": os.environ["KUBECONFIG"], **env})
 
     async def submit(self, driver: str, *words: str, cpu: str = "1", **env: str) -> Done:
         place = ("--namespace", self.namespace, "--etcd", self.etcd, "--image", "test", "--patch", str(self.patch))
-        pod = ("--workdir", str(DRIVERS), "--cpu", cpu, "--memory", "1Gi")
+        pod = ("--workdir", str(DRIVERS), "--cpu", cpu, "--memory", "1Gi", "--node-selector", f"tg={self.namespace}")
         return await self(
             *("submit", str(DRIVERS / driver), "--name", self.job, "--on", "kubernetes", *place, *pod, *words), **env
         )
@@ -135,7 +135,7 @@ async def live(cli: Cli, embedded_etcd: EmbeddedEtcd) -> AsyncIterator[Live]:
     api = Api(Path(os.environ["KUBECONFIG"]))
     folder = Path(tempfile.mkdtemp(prefix="tgk-"))
     nodes = (await api("GET", "/api/v1/nodes"))["items"]
-    if others := [each["metadata"]["name"] for each in nodes if "taskgraph-test" not in each["metadata"]["labels"]]:
+    if others := [each["metadata"]["name"] for each in nodes if "tg" not in each["metadata"]["labels"]]:
         await api.http.aclose()
         pytest.skip(f"the cluster of KUBECONFIG has nodes of its own, such as {others[0]}")
     namespace, patch = f"tg-{secrets.token_hex(3)}", folder / "patch.yaml"
@@ -146,7 +146,7 @@ async def live(cli: Cli, embedded_etcd: EmbeddedEtcd) -> AsyncIterator[Live]:
         made = {"metadata": {"name": name}, "value": value}
         await api("POST", "/apis/scheduling.k8s.io/v1/priorityclasses", made)
     try:
-        async with Kubelet(api, folder, MACHINES) as kubelet:
+        async with Kubelet(api, folder, namespace, [f"{namespace}-m{number}" for number in range(1, 5)]) as kubelet:
             yield Live(api, kubelet, cli, embedded_etcd.endpoint, namespace, patch, f"job-{namespace[3:]}")
             await api("DELETE", f"/api/v1/namespaces/{namespace}")
             for pod in kubelet.pods.values():
@@ -235,7 +235,7 @@ async def test_pods_are_preempted_and_come_back(live: Live) -> None:
     resources = {"requests": {"cpu": "1500m"}}
     container = {"name": "other", "image": "x", "command": ["sleep", "8"], "resources": resources}
     pod = {"priorityClassName": "tg-high", "restartPolicy": "Never", "containers": [container]}
-    pod["terminationGracePeriodSeconds"] = 1
+    pod |= {"terminationGracePeriodSeconds": 1, "nodeSelector": {"tg": live.namespace}}
     other = {"metadata": {"name": "other"}, "spec": {"parallelism": 2, "completions": 2, "template": {"spec": pod}}}
     began = time.monotonic()
     await live.api("POST", live.path("jobs", group="apis/batch/v1"), other)
@@ -306,3 +306,120 @@ async def test_evictions_wait_until_tasks_have_backups_again(live: Live) -> None
     status = await live.status(live.job)
     assert (status["state"], status["attempt"]) == ("running", 1)
     await live("shutdown", live.job)
+
+
+async def test_a_launcher_that_dies_is_replaced_and_no_node_notices(live: Live) -> None:
+    done = await live.submit("steady.py", "--nodes", "2", "-o", "epochs=100000")
+    assert done.code == 0, done.err
+    await live.ready(2)
+    first = live.kubelet.find(f"{live.job}-launcher")
+    live.kubelet.kill(first)
+
+    async def another() -> bool:
+        found = await live.pods(f"{live.job}-launcher")
+        second = [name for name in found if name != first.name and is_ready(found[name])]
+        return bool(second) and "epoch" in live.kubelet.find(second[0]).log.read_text()  # it follows the job
+
+    await until(another)
+    assert (await live.status(live.job))["attempt"] == 1
+    node = next(iter(await live.ready(2)))
+    live.kubelet.kill(live.kubelet.find(node))
+    assert (await live.event(live.job, "crashed"))["text"].startswith(node)
+    done = await live("shutdown", live.job)
+    assert done.code == 0, done.err
+
+
+async def test_a_busy_or_forgetful_server_and_cut_watches_lose_nothing(live: Live, tmp_path: Path) -> None:
+    """429, 410, and connections that break, for the command and for the launcher's watch."""
+    async with ApiProxy(live.api) as proxy:
+        live.kubelet.server = proxy.url
+        config = live.api.kubeconfig(tmp_path / "kubeconfig", live.api.token, live.namespace, proxy.url)
+        proxy.busy = 3
+        done = await live.submit("steady.py", "--nodes", "3", "-o", "epochs=100000", KUBECONFIG=str(config))
+        assert (done.code, proxy.busy) == (0, 0), done.err
+        first, second, _ = await live.ready(3)
+        proxy.expired = 2
+        proxy.cut()
+        live.kubelet.kill(live.kubelet.find(first))
+
+        async def told(pod: str) -> bool:
+            return any(
+                each["kind"] == "crashed" and each["text"].startswith(pod) for each in await live.events(live.job)
+            )
+
+        await until(lambda: told(first))
+        await live.ready(3)
+        proxy.busy = 4
+        proxy.cut()
+        live.kubelet.kill(live.kubelet.find(second))
+        await until(lambda: told(second))
+        assert proxy.refused == 9
+        done = await live("scale", live.job, "2", KUBECONFIG=str(config))
+        assert done.code == 0, done.err
+        await live("shutdown", live.job)
+
+
+async def test_missing_rights_are_named_and_nothing_is_left(live: Live, tmp_path: Path) -> None:
+    account = {"metadata": {"name": "guest"}}
+    await live.api("POST", live.path("serviceaccounts"), account)
+    token = await live.api.account_token(live.namespace, "guest")
+    config = str(live.api.kubeconfig(tmp_path / "guest", token, live.namespace))
+    done = await live.submit("steady.py", KUBECONFIG=config)
+    assert (done.code, done.out) == (2, "")
+    assert "you lack a right: `get` on `secrets`" in done.err
+    rule = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list", "delete"]}
+    some = {"apiGroups": [""], "resources": ["secrets", "serviceaccounts"], "verbs": ["create", "patch"]}
+    rbac = "rbac.authorization.k8s.io"
+    role = {"metadata": {"name": "guest"}, "rules": [rule, some]}
+    await live.api("POST", live.path("roles", group=f"apis/{rbac}/v1"), role)
+    binding = {
+        "metadata": {"name": "guest"},
+        "subjects": [{"kind": "ServiceAccount", "name": "guest"}],
+        "roleRef": {"apiGroup": rbac, "kind": "Role", "name": "guest"},
+    }
+    await live.api("POST", live.path("rolebindings", group=f"apis/{rbac}/v1"), binding)
+    done = await live.submit("steady.py", KUBECONFIG=config)
+    assert done.code == 2
+    assert f"you lack a right: `patch` on `roles` of {rbac}" in done.err
+    names = [each["metadata"]["name"] for each in (await live.get("secrets"))["items"]]
+    assert not [name for name in names if name.startswith(live.job)]
+
+
+async def test_taken_names_and_running_jobs_are_left_alone(live: Live) -> None:
+    other = {"metadata": {"name": f"{live.job}-launcher"}}
+    await live.api("POST", live.path("serviceaccounts"), other)
+    done = await live.submit("steady.py")
+    assert done.code == 2
+    assert f"has a ServiceAccount {live.job}-launcher already, which is not of job '{live.job}'" in done.err
+    assert "code" not in await live.get("serviceaccounts", f"{live.job}-launcher")
+    await live.api("DELETE", live.path("serviceaccounts", f"{live.job}-launcher"))
+    done = await live.submit("sums.py", "--nodes", "2", "-o", "pause_at=2",
+                             "-o", f"gate={live.cli.gate}")  # fmt: skip
+    assert done.code == 0, done.err
+    await live.ready(2)
+    done = await live.submit("sums.py")
+    assert done.code == 2
+    assert f"job '{live.job}' runs in namespace {live.namespace} already" in done.err
+    live.cli.open()
+
+    async def over() -> bool:
+        return bool((await live.get("jobs", f"{live.job}-launcher", "apis/batch/v1"))["status"].get("succeeded"))
+
+    await until(over)
+    done = await live.submit("sums.py", "--nodes", "1", "-o", "epochs=3")  # another run, in place of the one that ended
+    assert done.code == 0, done.err
+    await until(over)
+    await live("shutdown", live.job)
+
+
+async def test_an_etcd_out_of_reach_is_an_error_that_says_the_ways(live: Live) -> None:
+    done = await live.submit("steady.py", "--nodes", "1", "-o", "epochs=100000", "--etcd", "127.0.0.1:1")
+    assert done.code == 0, done.err
+    done = await live("status", live.job)
+    assert done.code == 3
+    assert (
+        f"kubectl --namespace {live.namespace} exec job/{live.job}-launcher -- taskgraph status {live.job}" in done.err
+    )
+    done = await live("shutdown", live.job)
+    assert done.code == 3
+    assert await live.pods(live.job)

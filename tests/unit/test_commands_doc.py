@@ -79,14 +79,6 @@ def test_page_of_clusters_has_the_options_of_launchers(launcher: str) -> None:
     assert {option for row in rows for option in OPTION.findall(row)} == own
 
 
-def test_word_lists_are_commands() -> None:
-    """As Kubernetes wants them: they have no shell that would read a line."""
-    found = re.findall(r"command: \[taskgraph, ([^\]]*)\]", "".join(PAGES.values()))
-    assert found
-    for words in found:
-        parser().parse_args(words.split(", "))
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_named_variables_are_read(page: str) -> None:
     code = "".join(path.read_text("utf-8") for room in ("taskgraph", "tests") for path in (ROOT / room).rglob("*.py"))

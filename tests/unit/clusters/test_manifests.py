@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from kubernetes_kit import request
 
+from taskgraph.cli import parser
 from taskgraph.clusters.kubernetes_options import object_name
 from taskgraph.clusters.manifests import manifest_text, manifests, secret
 from taskgraph.errors import JobError
 
 yaml = pytest.importorskip("yaml")
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 FULL = (
     "--image registry.example/fit:1 --workdir /srv/fit --namespace team --cpu 4 --memory 8Gi --gpus 1 --queue team "
     "--priority-class high --node-selector pool=fast --toleration spot:NoSchedule --volume data:/data "
@@ -113,6 +115,14 @@ def test_an_account_of_the_user_needs_no_rights_of_ours() -> None:
     found = manifests(request("--image x --service-account fitter"))
     assert {each["kind"] for each in found} == {"Deployment", "PodDisruptionBudget", "Job"}
     assert of(found, "Job")["spec"]["template"]["spec"]["serviceAccountName"] == "fitter"
+
+
+def test_words_of_pods_are_commands() -> None:
+    for kind, name in (("Deployment", "fit"), ("Deployment", "fit-extra"), ("Job", "fit-launcher")):
+        container = of(manifests(full()), kind, name)["spec"]["template"]["spec"]["containers"][0]
+        program, *words = [*container["command"], *container.get("args", [])]
+        assert program == "taskgraph"
+        parser(words).parse_args(words)
 
 
 def test_extra_nodes_have_their_priority_and_their_own_selector() -> None:
@@ -265,6 +275,12 @@ def any_request(rng: random.Random) -> Any:
         insecure=rng.random() < 0.2,
         etcd_access=rng.choice([{}, {"ca": "/a/ca.pem", "cert": "/a/c.pem", "key": "/a/k.pem"}]),
     )
+
+
+def test_etcd_for_a_trial_fits_the_schemas() -> None:
+    schemas = Schemas("1.37")
+    for each in yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "etcd.yaml").read_text()):
+        schemas.check(each)
 
 
 class Schemas:
