@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli
+from cli_kit import Cli, Command
 
 import taskgraph as tg
 from taskgraph.driver.loading import load_driver
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PACED = str(Path(__file__).parent / "drivers" / "elastic_examples.py")
 LIMIT_S = 240.0
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,10 +25,15 @@ async def undisturbed(example: str, **options: Any) -> Any:
     return json.loads((await tg.arun(job(**options), nodes=1, timeout_s=LIMIT_S)).to_json())["values"]
 
 
-async def disturbed(cli: Cli, name: str, example: str, **options: Any) -> Any:
-    """What it returns if it begins with three workers, one of them is killed, and another one joins."""
-    given = [part for option, value in options.items() for part in ("-o", f"{option}={value}")]
-    run = await cli.start("run", str(EXAMPLES / f"{example}.py"), "--nodes", "3", "--json", *given)
+def as_options(options: dict[str, Any]) -> list[str]:
+    return [part for option, value in options.items() for part in ("-o", f"{option}={value}")]
+
+
+async def until_both_are_dead(cli: Cli, name: str, example: str, **options: Any) -> Command:
+    """Runs it with three workers; two of them are killed, and another one joins. Its steps take a while until
+    `cli.open` is called."""
+    cli.env |= {"PACED_EXAMPLE": f"{example}:{name}", "PACED_UNTIL": str(cli.gate)}
+    run = await cli.start("run", PACED, "--nodes", "3", "--json", *as_options(options))
     await run.until("step ")
     launch = await cli.start("launch", name, "--nodes", "1")
     assert (await cli("kill", name, "--node", "n2")).code == 0
@@ -35,52 +41,45 @@ async def disturbed(cli: Cli, name: str, example: str, **options: Any) -> Any:
     await launch.until("n4 joined after")
     assert (await cli("kill", name, "--node", "n1")).code == 0
     await run.until("n1 died (SIGKILL): ")
+    return run
+
+
+async def disturbed(cli: Cli, name: str, example: str, **options: Any) -> Any:
+    """What it returns although workers die and join."""
+    run = await until_both_are_dead(cli, name, example, **options)
+    cli.open()
     done = await run.done(LIMIT_S)
     assert done.code == 0, done.err
-    assert (await launch.done()).code == 0
     await cli.nothing_left()
     return json.loads(done.out.splitlines()[-1])["values"]
 
 
 async def test_mixture(cli: Cli) -> None:
-    options = {"points": 20_000, "tolerance": -1.0, "steps": 1600}
+    options = {"points": 20_000, "tolerance": -1.0, "steps": 200}
     calm = await undisturbed("elastic_numpy", **options)
     assert calm["0"]["largest error of a mean"] < 0.05
     assert await disturbed(cli, "mixture", "elastic_numpy", **options) == calm
 
 
 async def test_readmes_program(cli: Cli) -> None:
-    calm = await undisturbed("elastic_readme", passes=400)
+    calm = await undisturbed("elastic_readme", passes=20)
     assert calm["0"] == pytest.approx([1, 2, 3])
-    assert await disturbed(cli, "train", "elastic_readme", passes=400) == calm
+    assert await disturbed(cli, "train", "elastic_readme", passes=20) == calm
 
 
-@pytest.fixture(scope="module")
-def network() -> Any:
-    """What the network's example returns on one worker."""
+async def test_network(cli: Cli, tmp_path: Path) -> None:
+    """It goes on from a checkpoint that was written after workers had died and joined."""
     pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
-    job: Any = load_driver(str(EXAMPLES / "elastic_torch.py"))
-    return json.loads(tg.run(job(passes=30), nodes=1, timeout_s=LIMIT_S).to_json())["values"]
-
-
-@pytest.fixture
-def torch_cli(cli: Cli, tmp_path: Path) -> Cli:
     cli.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # PyTorch makes it, and leaves it
-    return cli
-
-
-async def test_network(torch_cli: Cli, network: Any) -> None:
-    assert network["0"]["best accuracy"] > 0.93
-    assert await disturbed(torch_cli, "read_digits", "elastic_torch", passes=30) == network
-
-
-async def test_network_goes_on_from_its_checkpoint(torch_cli: Cli, network: Any, tmp_path: Path) -> None:
-    options = ("--json", "-o", "passes=30", "-o", f"checkpoint=file://{tmp_path / 'kept'}")
-    example = str(EXAMPLES / "elastic_torch.py")
-    run = await torch_cli.start("run", example, "--nodes", "2", *options)
+    calm = await undisturbed("elastic_torch", passes=8)
+    assert calm["0"]["best accuracy"] > 0.93
+    options = {"passes": 8, "checkpoint": f"file://{tmp_path / 'kept'}"}
+    run = await until_both_are_dead(cli, "read_digits", "elastic_torch", **options)
     await run.until("checkpoint after step")
-    assert (await torch_cli("shutdown", "read_digits")).code == 0
+    assert (await cli("shutdown", "read_digits")).code == 0
     await run.done()
-    done = await torch_cli("run", example, "--nodes", "1", "--resume", *options)
+    await cli.nothing_left()
+    cli.open()
+    done = await cli("run", PACED, "--nodes", "1", "--json", "--resume", *as_options(options))
     assert done.code == 0, done.err
-    assert json.loads(done.out.splitlines()[-1])["values"] == network
+    assert json.loads(done.out.splitlines()[-1])["values"] == calm

@@ -28,7 +28,7 @@ from taskgraph.testing.simulate.workload import HOOKS
 QUICK = 60
 
 #: Seeds of `make test-slow` after these: a fixed number, so that chance never fails a run of the tests.
-LATER = 160
+LATER = 100
 
 RARE = (
     *(5, 14, 23, 36, 37, 43, 47, 71, 74, 83, 90, 92, 98, 100, 102, 108, 121),
