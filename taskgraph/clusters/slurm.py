@@ -125,6 +125,7 @@ class SlurmLauncher:
             write_whole(folder.ended, b"1\n")  # an element that is about to start ends at once
             await _cancel(folder)
             remove_file(folder.etcd_at)
+            shutil.rmtree(folder.etcd, ignore_errors=True)
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
         return waiting_lines(await queue(arrays_in(_folder(job, where))))

@@ -22,8 +22,8 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 DRIVERS = Path(__file__).parent / "drivers"
-GRAPH = (str(DRIVERS / "steady.py"), "-o", "epochs=600", "-o", "pace_s=0.1")
-ELASTIC = (str(DRIVERS / "elastic_fit.py"), "-o", "passes=60", "-o", "pause_s=0.05")
+GRAPH = (str(DRIVERS / "steady.py"), "-o", "epochs=240", "-o", "pace_s=0.25")
+ELASTIC = (str(DRIVERS / "elastic_fit.py"), "-o", "passes=40", "-o", "pause_s=0.08")
 PREEMPTIBLE = ("--partition", "core", "--nodes", "1", "--extra-priority", "low", "--extra-nodes")
 
 
