@@ -20,6 +20,7 @@ from taskgraph.errors import JobError, TransportError
 
 try:
     import httpx2 as http
+    import yaml
     from lightkube import ApiError, AsyncClient, KubeConfig
     from lightkube.core.exceptions import ConfigError
     from lightkube.generic_resource import create_namespaced_resource
@@ -74,8 +75,10 @@ async def opened_cluster(where: Mapping[str, str]) -> AsyncIterator[Cluster]:
     try:
         config = _config(where).get(where.get("context"))
         client = AsyncClient(config, namespace=where.get("namespace"), field_manager=_MANAGER)
-    except (ConfigError, KeyError, ValueError, OSError) as error:
-        raise JobError(f"kubeconfig: {error}: name one with --kubeconfig or KUBECONFIG, and --context") from error
+    except (ConfigError, KeyError, ValueError, OSError, AssertionError, yaml.YAMLError) as error:
+        raise JobError(
+            f"kubeconfig: {_words(error)}: name one with --kubeconfig or KUBECONFIG, and --context"
+        ) from error
     try:
         yield Cluster(client)
     finally:
@@ -219,6 +222,11 @@ async def _tried(what: str, call: Callable[[], Awaitable[T]]) -> T:
         except http.HTTPStatusError as error:  # not in the API's words: from a proxy in front of it
             if error.response.status_code not in _BUSY or pause_s is None:
                 raise JobError(f"{what}: the cluster's address answers {error}: is it the API server?") from error
+        except (ConfigError, OSError) as error:  # a program that gives credentials
+            raise JobError(
+                f"kubeconfig: {error}: use one with a token or a certificate, or print with --dry-run and apply with "
+                f"kubectl"
+            ) from error
         except http.HTTPError as error:
             if pause_s is None:
                 raise TransportError(

@@ -290,7 +290,7 @@ def _container(
             }
         ],
         "volumes": [
-            {"name": "secret", "secret": {"secretName": name, "defaultMode": 0o440}},
+            {"name": "secret", "secret": {"secretName": name, "defaultMode": 0o440 if pods.user else 0o444}},
             {"name": "runtime", "emptyDir": {}},
             *pods.volumes,
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["begin_not_ready", "keep_ready_file"]
 
 log = logging.getLogger("taskgraph.node")
+
+_LOOK_S = 0.5
+"""The node itself may begin to run, or to leave, without a change of the view."""
 
 
 def begin_not_ready(path: Path) -> None:
@@ -53,9 +57,18 @@ def keep_ready_file(path: Path, node: NodeLife) -> Iterator[None]:
         except OSError as error:
             log.warning("the file %s cannot be changed: %s", path, error.strerror)
 
+    loop = asyncio.get_running_loop()
+    timer: asyncio.Handle = loop.call_soon(lambda: look_again())
+
+    def look_again() -> None:
+        nonlocal timer
+        look()
+        timer = loop.call_later(_LOOK_S, look_again)
+
     stop = node.keeper.on_change(look, structure=True)
     try:
         yield
     finally:
         stop()
+        timer.cancel()
         remove_file(path)

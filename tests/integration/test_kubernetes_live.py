@@ -423,3 +423,29 @@ async def test_an_etcd_out_of_reach_is_an_error_that_says_the_ways(live: Live) -
     done = await live("shutdown", live.job)
     assert done.code == 3
     assert await live.pods(live.job)
+
+
+async def test_an_elastic_job_shrinks_and_grows_with_the_same_bits(live: Live) -> None:
+    quiet = await live("run", str(DRIVERS / "elastic_fit.py"), "--nodes", "0", "--json", "-o", "passes=300")
+    assert quiet.code == 0, quiet.err
+    hurry = live.cli.root / "hurry"
+    options = ("-o", "passes=300", "-o", "pause_s=0.02", "-o", f"hurry={hurry}")
+    done = await live.submit("elastic_fit.py", "--nodes", "3", *options)
+    assert done.code == 0, done.err
+    first = next(iter(await live.ready(3)))
+    live.kubelet.kill(live.kubelet.find(first))
+    await live.event(live.job, "crashed")
+    await live("scale", live.job, "2")
+    await live.ready(2)
+    await live("scale", live.job, "4")
+    await live.ready(4)
+    hurry.touch()
+
+    async def over() -> bool:
+        return bool((await live.get("jobs", f"{live.job}-launcher", "apis/batch/v1"))["status"].get("succeeded"))
+
+    await until(over)
+    done = await live("logs", live.job, "--node", "launcher")
+    (line,) = (line for line in done.out.splitlines() if line.startswith("{"))
+    assert json.loads(line)["values"] == json.loads(quiet.out.splitlines()[-1])["values"]
+    await live("shutdown", live.job)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,11 @@ def test_a_dry_run_prints_and_asks_no_cluster(
     assert "kind: Deployment" in out
     assert "replicas: 2" in out
     assert "epochs=3" in out
+
+
+def test_a_dry_run_loads_no_client_of_a_cluster() -> None:
+    """So it takes less than 0.5 s of processor time."""
+    words = ["submit", DRIVER, "--on", "kubernetes", "--image", "fit:1", "--etcd", "etcd:2379", "--dry-run"]
+    script = f"import sys; from taskgraph.cli import main; main({words!r}); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"lightkube", "httpx2", "yaml", "trustme", "taskgraph.launch.collector"} & set(done.stderr.split())

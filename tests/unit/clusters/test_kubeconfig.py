@@ -1,0 +1,39 @@
+"""Kubeconfigs that cannot be used are errors that say what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from taskgraph.clusters.kubernetes_client import opened_cluster
+from taskgraph.errors import JobError
+
+CONFIG = """
+apiVersion: v1
+kind: Config
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}]
+users: [{name: u, user: {exec: {apiVersion: client.authentication.k8s.io/v1, command: no-such-program}}}]
+contexts: [{name: c, context: {cluster: c, user: u}}]
+current-context: c
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "message"),
+    [
+        (None, "", "kubeconfig: Configuration file .* not found: name one with --kubeconfig"),
+        (CONFIG, "other", "kubeconfig: Context 'other' not found"),
+        ("a: [", "", "(?s)kubeconfig: while parsing.*name one"),
+        ("{}", "", "kubeconfig: 'clusters'"),
+        (CONFIG, "", "kubeconfig: auth exec api version .*/v1 not implemented: use one with a token"),
+    ],
+)
+async def test_unusable_kubeconfigs(tmp_path: Path, text: str | None, context: str, message: str) -> None:
+    path = tmp_path / "kubeconfig"
+    if text is not None:
+        path.write_text(text)
+    where = {"kubeconfig": str(path), **({"context": context} if context else {})}
+    with pytest.raises(JobError, match=message):
+        async with opened_cluster(where) as cluster:
+            await cluster.get("Job", "fit")
