@@ -1,8 +1,8 @@
 """`submit --on slurm`: nodes are the elements of an array of one-node jobs. The command submits, and is done.
 
 Slurm keeps the elements: it starts those that wait when there is room, and queues those again whose machine failed or
-was wanted for others. `slurm_script` has the script, and says what is in the job's folder. The first element runs
-`commands.slurm_companion` beside its node.
+was wanted for others. `slurm_script` has the script, and `slurm_folder` says what is in the job's folder. The first
+element runs `commands.slurm_companion` beside its node.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from taskgraph.clusters.api import Request
 from taskgraph.clusters.slurm_commands import queue, slurm
+from taskgraph.clusters.slurm_folder import Folder
 from taskgraph.clusters.slurm_options import (
     add_slurm_options,
     element_of,
@@ -27,7 +28,7 @@ from taskgraph.clusters.slurm_options import (
     resources_of,
     tls_of,
 )
-from taskgraph.clusters.slurm_script import Folder, array_words, script
+from taskgraph.clusters.slurm_script import array_words, script
 from taskgraph.clusters.slurm_state import Seen, waiting_lines
 from taskgraph.clusters.tailing import follow_files
 from taskgraph.errors import JobError, TransportError
@@ -44,6 +45,9 @@ _LOOK_S = 0.3
 class SlurmLauncher:
     """Submits an array of one-node jobs, and changes its length."""
 
+    def __init__(self) -> None:
+        self._patch: str | None = None  # the text of the user's file, which may be a pipe
+
     def add_place_options(self, group: argparse._ArgumentGroup) -> None:
         text = "the job's folder, on a file system that all machines see (./NAME.taskgraph)"
         group.add_argument("--folder", metavar="DIR", help=text)
@@ -59,7 +63,9 @@ class SlurmLauncher:
 
     def _script(self, request: Request) -> str:
         options = request.options
-        return script(element_of(request), resources_of(options), request.nodes, _patch(options.patch))
+        if self._patch is None:
+            self._patch = _patch(options.patch)
+        return script(element_of(request), resources_of(options), request.nodes, self._patch)
 
     async def start(self, request: Request) -> dict[str, str]:
         folder = element_of(request).folder

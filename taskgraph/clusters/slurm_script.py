@@ -1,18 +1,7 @@
 """The batch script of a job on Slurm: an array of one-node jobs, whose elements start a node each. It does no I/O.
 
-`taskgraph submit --on slurm --dry-run` prints the script, and `start` submits that very text. Everything it needs is
-in the job's folder, which all machines see:
-
-    {folder}/job.sbatch      this script
-    {folder}/token           the job's token
-    {folder}/tls/            certificates for the job's fixed name, if the user named none
-    {folder}/run             the id of the run, so that a first element that was requeued submits nothing again
-    {folder}/arrays          the array jobs, one line for each `sbatch`
-    {folder}/etcd/, etcd.at  data and address of the job's own etcd, if the user named none
-    {folder}/logs/           what the elements print, by their numbers; submit.log: of the first one's companion
-    {folder}/left/           what Slurm said of each element that left in good order
-    {folder}/result.json     the values; taskgraph/: how the job ended, and its events
-    {folder}/ended           how the job ended: elements that start later end at once
+`taskgraph submit --on slurm --dry-run` prints the script, and `start` submits that very text. What it needs is in the
+job's folder (`slurm_folder`).
 """
 
 from __future__ import annotations
@@ -22,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from taskgraph.clusters.slurm_folder import Folder
+from taskgraph.clusters.slurm_resources import UNQUOTED, Resources, header_value, limit_s
 from taskgraph.errors import JobError
 
-__all__ = ["AGAIN", "Element", "Folder", "Resources", "array_words", "checked_patch", "script"]
+__all__ = ["AGAIN", "Element", "array_words", "checked_patch", "script"]
 
 AGAIN = 75
 """The exit code of a node that left while the job goes on (EX_TEMPFAIL)."""
@@ -32,92 +23,6 @@ _MARGIN_S = 30
 """Between `drain_s` and the end of an element's time."""
 _WIDTH = 100
 """Characters of a continued line, without its indent."""
-_UNQUOTED = frozenset("\"'\\`$\n\r\0")
-"""Characters that mean something in a line of #SBATCH, or in the shell."""
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """The job's folder, and what is in it."""
-
-    path: Path
-
-    @property
-    def script(self) -> Path:
-        return self.path / "job.sbatch"
-
-    @property
-    def token(self) -> Path:
-        return self.path / "token"
-
-    @property
-    def tls(self) -> Path:
-        return self.path / "tls"
-
-    @property
-    def run(self) -> Path:
-        return self.path / "run"
-
-    @property
-    def arrays(self) -> Path:
-        return self.path / "arrays"
-
-    @property
-    def etcd(self) -> Path:
-        return self.path / "etcd"
-
-    @property
-    def etcd_at(self) -> Path:
-        return self.path / "etcd.at"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def left(self) -> Path:
-        return self.path / "left"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def kept(self) -> Path:
-        """The runtime directory of the companion, as `Runtime` takes it."""
-        return self.path / "taskgraph"
-
-    @property
-    def ended(self) -> Path:
-        return self.path / "ended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
-    """What each element asks Slurm for; "" or 0: what the site gives by default."""
-
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    time: str = ""
-    constraint: str = ""
-    memory: str = ""
-    cpus: int = 0
-    gpus: int = 0
-
-    def lines(self) -> list[str]:
-        """Returns the options for the script's header; raises JobError for a value that no line can hold."""
-        named = {
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "time": self.time,
-            "constraint": self.constraint,
-            "mem": self.memory,
-            "cpus-per-task": str(self.cpus or ""),
-            "gres": f"gpu:{self.gpus}" if self.gpus else "",
-        }
-        return [f"--{name}={_header_value(name, value)}" for name, value in named.items() if value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +58,7 @@ def array_words(first: int, count: int, partition: str = "") -> list[str]:
     """Returns the options of sbatch for an array of elements, in another partition than the script says if named."""
     last = first + count - 1
     words = [f"--array={first}-{last}" if count > 1 else f"--array={first}"]
-    return [*words, f"--partition={_header_value('partition', partition)}"] if partition else words
+    return [*words, f"--partition={header_value('partition', partition)}"] if partition else words
 
 
 def checked_patch(text: str) -> tuple[list[str], list[str]]:
@@ -188,6 +93,12 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
         JobError: a value that cannot be written into it.
     """
     more, before = checked_patch(patch)
+    notice_s = round(element.drain_s) + _MARGIN_S
+    if resources.time and limit_s(resources.time) <= notice_s:
+        raise JobError(
+            f"--time {resources.time}: elements get SIGTERM {notice_s} s before their end (drain_s and {_MARGIN_S} s), "
+            f"and so would leave as soon as they start: give more time, or a smaller drain_s (--set drain_s=10)"
+        )
     header = [
         f"--job-name={element.job}",
         *array_words(0, nodes),
@@ -196,7 +107,7 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
         f"--chdir={_header_path(element.directory)}",
         f"--output={_header_path(element.folder.logs)}/%a.log --open-mode=append",
         "--requeue",
-        f"--signal=TERM@{round(element.drain_s) + _MARGIN_S}",
+        f"--signal=TERM@{notice_s}",
         *more,
     ]
     return "\n".join(
@@ -323,16 +234,10 @@ def _continued(words: Sequence[str], indent: str) -> str:
     return f" \\\n{indent}".join(lines)
 
 
-def _header_value(name: str, value: str) -> str:
-    if not value or any(char.isspace() for char in value) or not _UNQUOTED.isdisjoint(value):
-        raise JobError(f"--{name} {value!r}: Slurm takes no such value: write it without spaces and quotes")
-    return value
-
-
 def _header_path(path: Path) -> str:
     """Quotes a path for a line of #SBATCH, where `%` begins a pattern."""
     text = str(path)
-    if not _UNQUOTED.isdisjoint(text) or "," in text:
+    if not UNQUOTED.isdisjoint(text) or "," in text:
         raise JobError(f"{text!r}: Slurm cannot use a folder with quotes, commas or backslashes in its name")
     return '"' + text.replace("%", "%%") + '"' if any(char.isspace() or char == "%" for char in text) else text
 

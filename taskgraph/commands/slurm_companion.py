@@ -28,8 +28,8 @@ import uvloop
 
 from taskgraph.clusters.slurm import arrays_in
 from taskgraph.clusters.slurm_commands import machine_is_down, queue, slurm
+from taskgraph.clusters.slurm_folder import Folder
 from taskgraph.clusters.slurm_options import tls_of
-from taskgraph.clusters.slurm_script import Folder
 from taskgraph.clusters.slurm_state import Seen, departures, machine_of, why_ended, why_left
 from taskgraph.commands.arguments import parser
 from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_of

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from taskgraph.clusters.slurm_commands import queue, slurm
-from taskgraph.clusters.slurm_script import Element, Folder, Resources, array_words, script
+from taskgraph.clusters.slurm_folder import Folder
+from taskgraph.clusters.slurm_resources import Resources
+from taskgraph.clusters.slurm_script import Element, array_words, script
 from taskgraph.clusters.slurm_state import Seen, departures, parse_queue, waiting_lines, why_ended, why_left
 from taskgraph.errors import JobError, TransportError
 
@@ -71,6 +73,17 @@ def test_patch_may_not_break_what_the_launcher_relies_on(tmp_path: Path, patch: 
 def test_value_that_no_line_can_hold_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(JobError, match="--partition"):
         script(element(tmp_path), Resources(partition=value), 1)
+
+
+@pytest.mark.parametrize("time", ["1", "1:30", "0:01:30", "0-0:1:30"])
+def test_time_in_which_a_node_cannot_even_leave_is_refused(tmp_path: Path, time: str) -> None:
+    with pytest.raises(JobError, match="drain_s"):
+        script(element(tmp_path), Resources(time=time), 1)
+
+
+@pytest.mark.parametrize("time", ["2", "1:31", "1:00:00", "1-0", "0-1:00", "0-0:02:00"])
+def test_time_as_sbatch_takes_it(tmp_path: Path, time: str) -> None:
+    assert f"--time={time}" in header(script(element(tmp_path), Resources(time=time), 1))
 
 
 def test_further_arrays_have_their_own_numbers_and_partition() -> None:
