@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from taskgraph.clusters.api import Request
 from taskgraph.clusters.credentials import job_certificates
 from taskgraph.clusters.kubernetes_options import add_pod_options, object_name
-from taskgraph.clusters.manifests import CORE_NODES, labels, manifest_text, manifests, of_job, of_nodes, secret
+from taskgraph.clusters.manifests import CORE_NODES, manifest_text, manifests, secret
 from taskgraph.clusters.pod_history import PodHistory
+from taskgraph.clusters.pod_labels import labels, of_job, of_nodes
 from taskgraph.clusters.pod_logs import is_over, pod_lines
 from taskgraph.clusters.why_gone import Seen, waiting_reason
 from taskgraph.errors import JobError, TransportError

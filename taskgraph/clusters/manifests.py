@@ -10,31 +10,23 @@ There is no Service: nodes find each other by their addresses, which are in etcd
 from __future__ import annotations
 
 import base64
-import math
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from taskgraph.clusters.api import Request
 from taskgraph.clusters.kubernetes_options import PodOptions, object_name
+from taskgraph.clusters.manifest_pods import ETCD_FILES, launcher_pod, node_pod
 from taskgraph.clusters.manifest_text import yaml_text
 from taskgraph.clusters.patching import patched
+from taskgraph.clusters.pod_labels import EXTRA, LAUNCHER, NODE, labels, selector
 from taskgraph.errors import JobError
 
-__all__ = ["CORE_NODES", "labels", "manifest_text", "manifests", "of_job", "of_nodes", "secret"]
+__all__ = ["CORE_NODES", "manifest_text", "manifests", "secret"]
 
 CORE_NODES = "taskgraph/nodes"
 """An annotation: how many nodes the first Deployment may have before the second one gets any."""
-_SECRET, _RUNTIME = "/etc/taskgraph", "/run/taskgraph"
-_READY = "/tmp/taskgraph-ready"
-"""Not in a volume, which outlives a container: the file of a killed node must not speak for its successor."""
-_NODE, _EXTRA, _LAUNCHER = "node", "extra-node", "launcher"
-_LAUNCHER_GRACE_S = 10
-_BEYOND_DRAIN_S = 30
-"""A node ends within `drain_s`, and needs a moment before and after."""
-_LOST_MACHINE_S = 30
 _LAUNCHER_STARTS = 20
-_ETCD_FILES = {"ca": "etcd-ca.pem", "cert": "etcd-cert.pem", "key": "etcd-key.pem", "password": "etcd-password"}
 
 _COMMENTS = {
     "Deployment.spec.strategy": "A new node first, then an old one leaves.",
@@ -49,31 +41,6 @@ _COMMENTS = {
     "Job.spec.podFailurePolicy.rules": "Evictions do not count; a job that failed (1), or is wrong (2), is final.",
     "Job.spec.template.spec.containers.args": "Submits the job once, waits for it, prints its values, ends its nodes.",
 }
-
-
-def labels(job: str, component: str = "") -> dict[str, str]:
-    """Returns the labels of the job's objects."""
-    part = {"app.kubernetes.io/component": component} if component else {}
-    of_job = {"app.kubernetes.io/name": "taskgraph", "app.kubernetes.io/instance": job, **part}
-    return {**of_job, "app.kubernetes.io/managed-by": "taskgraph"}
-
-
-def of_job(job: str) -> dict[str, Any]:
-    """Returns the labels of all pods of the job, to select them."""
-    return {"app.kubernetes.io/name": "taskgraph", "app.kubernetes.io/instance": job}
-
-
-def of_nodes(job: str) -> dict[str, Any]:
-    """Returns the labels of the pods that are nodes; a list is of alternatives."""
-    return {**of_job(job), "app.kubernetes.io/component": [_NODE, _EXTRA]}
-
-
-def selector(job: str, component: str = "") -> dict[str, Any]:
-    """Returns the selector of the job's pods of one component; "": of all nodes."""
-    if component:
-        return {"matchLabels": {**of_job(job), "app.kubernetes.io/component": component}}
-    nodes = {"key": "app.kubernetes.io/component", "operator": "In", "values": [_NODE, _EXTRA]}
-    return {"matchLabels": of_job(job), "matchExpressions": [nodes]}
 
 
 def manifests(request: Request, namespace: str = "") -> list[dict[str, Any]]:
@@ -95,9 +62,9 @@ def manifests(request: Request, namespace: str = "") -> list[dict[str, Any]]:
     if request.extra_nodes and not request.extra_priority:
         raise JobError("--extra-nodes: name their priority class with --extra-priority")
     made = [] if pods.service_account else _rights(request, name)
-    made.append(_deployment(request, pods, name, _NODE))
+    made.append(_deployment(request, pods, name, NODE))
     if request.extra_nodes:
-        made.append(_deployment(request, pods, name, _EXTRA))
+        made.append(_deployment(request, pods, name, EXTRA))
     made += [_budget(request, name), _launcher(request, pods, name)]
     if namespace:
         for each in made:
@@ -124,7 +91,7 @@ def secret(request: Request, namespace: str, certificates: Mapping[str, bytes]) 
         except OSError as error:
             raise JobError(f"{path}: {error.strerror}") from error
     if "password" in request.etcd_access:
-        found[_ETCD_FILES["password"]] = request.etcd_access["password"].encode()
+        found[ETCD_FILES["password"]] = request.etcd_access["password"].encode()
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -137,7 +104,7 @@ def secret(request: Request, namespace: str, certificates: Mapping[str, bytes]) 
 def _files(request: Request) -> dict[str, str]:
     """Returns the files of the user that the Secret has, by key."""
     nodes = {f"{key}.pem": request.node_tls[key] for key in ("ca", "cert", "key") if key in request.node_tls}
-    etcd = {_ETCD_FILES[key]: request.etcd_access[key] for key in ("ca", "cert", "key") if key in request.etcd_access}
+    etcd = {ETCD_FILES[key]: request.etcd_access[key] for key in ("ca", "cert", "key") if key in request.etcd_access}
     return {**nodes, **etcd}
 
 
@@ -155,7 +122,7 @@ def _head(request: Request, namespace: str) -> str:
         made.append(f"(umask 077; openssl rand -hex 32 > {name}.token)")
     if "password" in request.etcd_access:
         path = request.etcd_access.get("password_file", "FILE")
-        words.append(f"--from-file={_ETCD_FILES['password']}={shlex.quote(path)}")
+        words.append(f"--from-file={ETCD_FILES['password']}={shlex.quote(path)}")
     made.append(" \\\n#     ".join([f"kubectl create secret generic {name} {words[0]}", *words[1:]]))
     lines = "".join(f"#   {line}\n" for line in made)
     return (
@@ -169,7 +136,7 @@ def _metadata(job: str, name: str, component: str) -> dict[str, Any]:
 
 
 def _deployment(request: Request, pods: PodOptions, name: str, component: str) -> dict[str, Any]:
-    extra = component == _EXTRA
+    extra = component == EXTRA
     metadata = _metadata(request.job, f"{name}-extra" if extra else name, component)
     if request.extra_nodes and not extra:
         metadata["annotations"] = {CORE_NODES: str(request.nodes)}
@@ -188,51 +155,13 @@ def _deployment(request: Request, pods: PodOptions, name: str, component: str) -
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": {
                 "metadata": {"labels": of_pod},
-                "spec": _node_pod(request, pods, name, request.extra_priority if extra else pods.priority_class),
+                "spec": node_pod(request, pods, name, request.extra_priority if extra else pods.priority_class),
             },
         },
     }
 
 
-def _node_pod(request: Request, pods: PodOptions, name: str, priority_class: str) -> dict[str, Any]:
-    lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _LOST_MACHINE_S}
-    command = ["taskgraph", "node", "--job", request.job, "--name", "$(POD_NAME)", "--listen", "$(POD_IP)"]
-    pod: dict[str, Any] = {"automountServiceAccountToken": False}
-    if pods.service_account:
-        pod["serviceAccountName"] = pods.service_account
-    if priority_class:
-        pod["priorityClassName"] = priority_class
-    pod |= {
-        "terminationGracePeriodSeconds": math.ceil(request.drain_s) + _BEYOND_DRAIN_S,
-        "shareProcessNamespace": True,
-        "tolerations": [{"key": f"node.kubernetes.io/{what}", **lost} for what in ("not-ready", "unreachable")]
-        + pods.tolerations,
-    }
-    if pods.node_selector:
-        pod["nodeSelector"] = pods.node_selector
-    spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-    pod["topologySpreadConstraints"] = [{**spread, "labelSelector": selector(request.job)}]
-    container = {
-        "name": "node",
-        "command": [*command, "--ready-file", _READY, *(["--insecure-listen"] if request.insecure else [])],
-        "readinessProbe": {"exec": {"command": ["test", "-e", _READY]}, "periodSeconds": 2, "failureThreshold": 1},
-        "resources": pods.resources,
-    }
-    env = [_of_pod("POD_NAME", "metadata.name"), _of_pod("POD_IP", "status.podIP")]
-    return {**pod, **_container(request, pods, name, container, env)}
-
-
 def _launcher(request: Request, pods: PodOptions, name: str) -> dict[str, Any]:
-    result = request.options.result or "-"
-    expected = max(request.nodes, request.min_nodes)  # the extra nodes may come later, unless the job needs them
-    within = ["--wait", "--within", "kubernetes", "--run", "$(JOB_UID)"]
-    env = [_of_pod("JOB_UID", "metadata.labels['controller-uid']")]
-    container = {
-        "name": "launcher",
-        "command": ["taskgraph", "submit"],
-        "args": [request.driver, *request.words, *within, "--nodes", str(expected), "--result", result],
-        "resources": pods.launcher_resources,
-    }
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
@@ -243,74 +172,16 @@ def _launcher(request: Request, pods: PodOptions, name: str) -> dict[str, Any]:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(request.job, f"{name}-launcher", _LAUNCHER),
+        "metadata": _metadata(request.job, f"{name}-launcher", LAUNCHER),
         "spec": {
             "backoffLimit": _LAUNCHER_STARTS,
             "podFailurePolicy": {"rules": rules},
             "template": {
-                "metadata": {"labels": labels(request.job, _LAUNCHER)},
-                "spec": {
-                    "restartPolicy": "Never",
-                    "serviceAccountName": pods.service_account or f"{name}-launcher",
-                    **({"priorityClassName": pods.priority_class} if pods.priority_class else {}),
-                    "terminationGracePeriodSeconds": _LAUNCHER_GRACE_S,
-                    **({"nodeSelector": pods.node_selector} if pods.node_selector else {}),
-                    **({"tolerations": pods.tolerations} if pods.tolerations else {}),
-                    **_container(request, pods, name, container, env),
-                },
+                "metadata": {"labels": labels(request.job, LAUNCHER)},
+                "spec": launcher_pod(request, pods, name),
             },
         },
     }
-
-
-def _of_pod(name: str, field: str) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
-
-
-def _container(
-    request: Request, pods: PodOptions, name: str, container: dict[str, Any], env: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Returns what pods of nodes and of the launcher have alike: the container's frame, volumes, and no privileges."""
-    user = {"runAsUser": pods.user, "runAsGroup": pods.user, "fsGroup": pods.user} if pods.user else {}
-    mounts = [
-        {"name": "secret", "mountPath": _SECRET, "readOnly": True},
-        {"name": "runtime", "mountPath": _RUNTIME},
-        *pods.mounts,
-    ]
-    words = {"name": container["name"], "image": pods.image, **({"workingDir": pods.workdir} if pods.workdir else {})}
-    return {
-        "securityContext": {"runAsNonRoot": True, **user, "seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [
-            {
-                **words,
-                **container,
-                "env": [*env, *_environment(request, name), *pods.env],
-                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-                "volumeMounts": mounts,
-            }
-        ],
-        "volumes": [
-            {"name": "secret", "secret": {"secretName": name, "defaultMode": 0o440 if pods.user else 0o444}},
-            {"name": "runtime", "emptyDir": {}},
-            *pods.volumes,
-        ],
-    }
-
-
-def _environment(request: Request, name: str) -> list[dict[str, Any]]:
-    """Returns the variables by which taskgraph finds etcd, the token and the certificates: in `kubectl exec`, too."""
-    found = {"TASKGRAPH_ETCD": request.etcd, "TASKGRAPH_TOKEN_FILE": f"{_SECRET}/token"}
-    if not request.insecure:
-        found |= {"TASKGRAPH_TLS": _SECRET, "TASKGRAPH_TLS_NAME": request.node_tls.get("name", name)}
-    for key in ("ca", "cert", "key"):
-        if key in request.etcd_access:
-            found[f"TASKGRAPH_ETCD_{key.upper()}"] = f"{_SECRET}/{_ETCD_FILES[key]}"
-    if "username" in request.etcd_access:
-        found["TASKGRAPH_ETCD_USER"] = request.etcd_access["username"]
-    if "password" in request.etcd_access:
-        found["TASKGRAPH_ETCD_PASSWORD_FILE"] = f"{_SECRET}/{_ETCD_FILES['password']}"
-    found["TASKGRAPH_RUNTIME_DIR"] = _RUNTIME
-    return [{"name": name, "value": value} for name, value in found.items()]
 
 
 def _budget(request: Request, name: str) -> dict[str, Any]:
@@ -324,7 +195,7 @@ def _budget(request: Request, name: str) -> dict[str, Any]:
 
 def _rights(request: Request, name: str) -> list[dict[str, Any]]:
     """Returns the launcher's account and its rights: to see pods, and to end the nodes with the job."""
-    metadata = _metadata(request.job, f"{name}-launcher", _LAUNCHER)
+    metadata = _metadata(request.job, f"{name}-launcher", LAUNCHER)
     rbac = "rbac.authorization.k8s.io"
     rules = [
         {

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.clusters.kubernetes_options import object_name
-from taskgraph.clusters.manifests import of_job
+from taskgraph.clusters.pod_labels import of_job
 from taskgraph.errors import JobError, TransportError
 from taskgraph.system.alongside import cancel_and_wait
 
