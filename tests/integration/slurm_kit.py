@@ -1,8 +1,8 @@
 """A real Slurm on this host, for the tests of a module: munged, slurmctld, and one slurmd for each of its machines.
 
-The machines are called m1, m2, ... and have two cores each. Partition `low` has all but the last two, jobs there may
-be preempted, and may take GRACE_S for that; `high` has the same machines and goes before `low`; `core` has the last two
-machines, which no one takes away. Everything is in one folder and on free ports, so several may run at a time.
+The machines are called m1 to m8, and have two cores each. m1 to m3 are in the partitions `low`, whose jobs may be
+preempted, and may take GRACE_S for that, and `high`, which goes before it; m4 and m5 are in `core`, and the others in
+`spare`, and nobody takes those away. Everything is in one folder and on free ports, so several may run at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 GRACE_S = 8
 """Slurm kills a preempted element after this time."""
+MACHINES = 8
 LIMIT_S = 30.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sbatch", "squeue", "scontrol", "scancel")
 
@@ -53,9 +54,10 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
 _PARTITIONS = """
-PartitionName=low Nodes=m[1-{rest}] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
-PartitionName=high Nodes=m[1-{rest}] PriorityTier=10 PreemptMode=OFF
-PartitionName=core Nodes=m[{core}] PriorityTier=1 PreemptMode=OFF
+PartitionName=low Nodes=m[1-3] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
+PartitionName=high Nodes=m[1-3] PriorityTier=10 PreemptMode=OFF
+PartitionName=core Nodes=m[4-5] PriorityTier=1 PreemptMode=OFF
+PartitionName=spare Nodes=m[6-8] PriorityTier=1 PreemptMode=OFF
 """
 
 
@@ -80,10 +82,9 @@ class Slurm:
         env: the environment in which Slurm's commands find it.
     """
 
-    def __init__(self, machines: int) -> None:
+    def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tg-slurm-"))
         self.env = {**os.environ, "PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
-        self._machines = machines
 
     def start(self) -> None:
         """Starts all daemons; returns once all machines are idle."""
@@ -97,24 +98,22 @@ class Slurm:
         more = [f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/munge.seed"]
         self.run("munged", "--force", *munge, *more, f"--log-file={self.folder}/log/munged.log")
         self.run("slurmctld", "-c")
-        for number in range(1, self._machines + 1):
+        for number in range(1, MACHINES + 1):
             self.run("slurmd", "-N", f"m{number}")
         self.until(lambda: self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split(), self._all_idle)
 
     def _all_idle(self, names: Sequence[str]) -> bool:
-        return len(set(names)) == self._machines
+        return len(set(names)) == MACHINES
 
     def _configure(self) -> None:
         host = socket.gethostname()
-        ports = _free_ports(self._machines + 1)
+        ports = _free_ports(MACHINES + 1)
         lines = [_CONF.format(folder=self.folder, host=host, port=ports[0])]
         for number, port in enumerate(ports[1:], 1):
             (self.folder / "spool" / f"m{number}").mkdir()
             where = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
             lines.append(f"NodeName=m{number} {where} CPUs=2 RealMemory=9000")
-        lines.append(
-            _PARTITIONS.format(rest=self._machines - 2, core=f"{self._machines - 1}-{self._machines}", grace=GRACE_S)
-        )
+        lines.append(_PARTITIONS.format(grace=GRACE_S))
         (self.folder / "slurm.conf").write_text("\n".join(lines))
 
     def run(self, *words: str) -> str:
