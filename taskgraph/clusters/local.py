@@ -22,6 +22,7 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.format import counted
 from taskgraph.protocol.records import name_of
 from taskgraph.protocol.view import JobView
+from taskgraph.system.environment import user_env
 
 __all__ = ["LocalLauncher"]
 
@@ -183,7 +184,12 @@ def _log_files(job: str, node: str | None = None) -> Sequence[Path]:
 def _in_background(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            command("taskgraph", *words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command("taskgraph", *words),
+            env=user_env(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
 
 

@@ -237,7 +237,8 @@ def advice(error: CoordinationError) -> str:
         return "This etcd has authentication enabled: give --etcd-user and --etcd-password-file"
     if "authentication is not enabled" in said:
         return "This etcd has authentication disabled: leave --etcd-user out"
-    if "BAD_CERTIFICATE" in said or "CERTIFICATE_REQUIRED" in said:
+    # Of TLS 1.3, where the refusal comes after the handshake, some builds of gRPC say only that data is corrupted.
+    if any(sign in said for sign in ("BAD_CERTIFICATE", "CERTIFICATE_REQUIRED", "TSI_DATA_CORRUPTED")):
         return "This etcd wants to see a client certificate: give --etcd-cert and --etcd-key (or others)"
     if "CERTIFICATE_VERIFY_FAILED" in said:
         return "Its certificate was not signed by an authority that is known here: give that with --etcd-ca"

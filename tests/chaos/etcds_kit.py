@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+from etcd_kit import find_etcdctl
 from processes_kit import free_port
 
 from taskgraph.coordination.embedded import find_etcd, version_of
@@ -65,9 +66,8 @@ class Etcds:
 
     async def leader(self) -> int:
         """The member that leads."""
-        tool = find_etcd().with_name("etcdctl")
         process = await asyncio.create_subprocess_exec(
-            *(str(tool), "--endpoints", self.endpoints, "endpoint", "status", "-w", "json"),
+            *(str(find_etcdctl()), "--endpoints", self.endpoints, "endpoint", "status", "-w", "json"),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             env={"ETCDCTL_API": "3"},

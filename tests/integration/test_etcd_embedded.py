@@ -116,7 +116,8 @@ async def test_it_may_have_as_many_files_open_as_its_clients_need(temporary: Pat
     try:
         async with EmbeddedEtcd(nodes=16) as etcd:
             most = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
-            assert resource.prlimit(etcd.pid, resource.RLIMIT_NOFILE) == (most, hard)
+            allowed, _ = resource.prlimit(etcd.pid, resource.RLIMIT_NOFILE)
+            assert allowed in (most, hard), "newer builds of etcd take all that they may have"
             async with await EtcdCoordinator.connect(etcd.endpoint) as first:
                 await first.get("a")
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (151, hard)
