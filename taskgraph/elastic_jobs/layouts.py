@@ -131,7 +131,8 @@ def _leaves(layout: Layout, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
     if kind == "n":
         yield path, f"{'an' if layout[1] == 'int' else 'a'} {layout[1]}"
     elif kind == "a":
-        library = {"numpy": "an array", "torch": "a tensor"}.get(layout[1], f"an array of {layout[1]}")
+        other = f"a {layout[1].removeprefix('arrays of ')} array"
+        library = {"numpy": "an array", "torch": "a tensor"}.get(layout[1], other)
         yield path, f"{library} of {np.dtype(layout[2])} with shape {layout[3]}"
     else:
         names = layout[1] if kind == "d" else tuple(map(str, range(len(layout[1]))))

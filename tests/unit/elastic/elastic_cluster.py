@@ -28,8 +28,10 @@ SCENARIOS: tuple[Scenario, ...] = ((1, ""), (3, ".K.+"), (1, "+"))
 """Nodes in the beginning, and events: `+` a node starts, `K` the newest node dies, `.` nothing happens."""
 
 
-async def run_job(job: Job, scenario: Scenario = (1, ""), on_event: Callable[[Event], None] | None = None) -> JobResult:
-    """Runs a job. The events of the scenario happen after 2, 4, 6 ... totals."""
+async def run_job(
+    job: Job, scenario: Scenario = (1, ""), on_event: Callable[[Event], None] | None = None, *, traced: bool = False
+) -> JobResult:
+    """Runs a job. The events of the scenario happen after 2, 4, 6 ... totals. All nodes may be traced."""
 
     def noted(event: Event) -> None:
         if event.kind == "joined":
@@ -37,17 +39,24 @@ async def run_job(job: Job, scenario: Scenario = (1, ""), on_event: Callable[[Ev
         if on_event is not None:
             on_event(event)
 
+    def trace() -> None:
+        for node in cluster.living if traced else ():
+            if not node.tracing.on:
+                node.tracing.start()
+
     nodes, events = scenario
     _joining.clear()
     cluster = InProcessCluster(job, endless_leases=True, on_event=noted)
     try:
         await cluster.start(nodes)
+        trace()
         for count, event in enumerate(events, 1):
             while all(node.engine.core.position < 2 * count for node in cluster.living):  # noqa: ASYNC110 (no event)
                 await asyncio.sleep(0.001)
             if event == "+":
                 _joining.set()
                 cluster.add()
+                trace()
             elif event == "K":
                 cluster.crash(cluster.living[-1].id)
         return await cluster.result(30)
@@ -65,7 +74,9 @@ def call_body(run: Any, body: str) -> Any:
     return _bodies[body](run)
 
 
-async def run_body(body: Body, scenario: Scenario = (1, ""), on_event: Callable[[Event], None] | None = None) -> Any:
+async def run_body(
+    body: Body, scenario: Scenario = (1, ""), on_event: Callable[[Event], None] | None = None, *, traced: bool = False
+) -> Any:
     """Runs a function as a job; returns its value."""
     _bodies[body.__qualname__] = body
-    return (await run_job(call_body(body=body.__qualname__), scenario, on_event)).values[0]
+    return (await run_job(call_body(body=body.__qualname__), scenario, on_event, traced=traced)).values[0]

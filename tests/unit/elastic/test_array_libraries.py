@@ -33,6 +33,21 @@ async def test_declared_library() -> None:
     assert all(np.array_equal(alone, other) for other in others) and alone.any()
 
 
+async def test_shapes_of_a_declared_library_that_differ() -> None:
+    tg.arrays(xp)
+
+    def body(run: Any) -> None:
+        for step in run.steps(rows=4, batch=4, parts=2, passes=1):
+            for part in step:
+                part.add(g=xp.zeros(3 + part.rows[0]))
+
+    why = (
+        r"a array_api_strict array of float64 with shape \(5,\) as part\.add\(g=\.\.\.\), and part 0 has a array_api_s"
+    )
+    with pytest.raises(JobFailed, match=why):
+        await run_body(body)
+
+
 async def test_library_that_was_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "_codecs_by_library", {})
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+from typing import Any
+
+from elastic_cluster import pause, run_body
 
 from taskgraph.elastic_jobs.tracing import WorkerTrace
 from taskgraph.observe.trace import Span, Tracing
@@ -86,3 +90,20 @@ def test_each_kind_has_its_track() -> None:
         "step 4": ("user code", in_step),
     }
     assert out.last == 4, "the last step that has ended"
+
+
+def count(run: Any) -> int:
+    s = run.state(total=0)
+    for step in run.steps(rows=6, batch=6, parts=3, passes=40):
+        for part in step:
+            part.add(n=len(part.rows))
+            pause()
+        s.total += step["n"]
+    return int(s.total)
+
+
+async def test_newcomer_is_traced_before_it_is_in_the_view() -> None:
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+    assert await run_body(count, (1, "+"), traced=True) == 240
+    assert not errors
