@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
+import shlex
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from taskgraph.clusters.pod_history import PodHistory
 from taskgraph.clusters.pod_labels import labels, of_job, of_nodes
 from taskgraph.clusters.pod_logs import is_over, pod_lines
 from taskgraph.clusters.why_gone import Seen, waiting_reason
-from taskgraph.errors import JobError, TransportError
+from taskgraph.errors import JobError, TaskGraphError, TransportError
 
 if TYPE_CHECKING:
     from taskgraph.clusters.kubernetes_client import Cluster
@@ -37,7 +38,7 @@ _LOOK_S = 0.3
 _NAMED = 3
 """Pods that a line of `waiting` names."""
 _GONE_S = 60.0
-"""How long `stop` waits for pods to end: they need not hand over, as the job has ended."""
+"""How long deleted objects may stay: pods need not hand over, as the job has ended."""
 
 
 class KubernetesLauncher:
@@ -69,8 +70,11 @@ class KubernetesLauncher:
             try:
                 for each in made:
                     await cluster.apply(each)
-            except BaseException:
-                await _remove(cluster, request.job)
+            except BaseException as error:
+                try:
+                    await _remove(cluster, request.job)
+                except TaskGraphError as left:
+                    error.add_note(f"what was made before that is left: {left}")
                 raise
             return {**where, "namespace": cluster.namespace, "token": request.token}
 
@@ -98,9 +102,11 @@ class KubernetesLauncher:
     async def stop(self, job: str, where: Mapping[str, str]) -> None:
         async with _opened(where) as cluster:
             await _remove(cluster, job)
-            until = time.monotonic() + _GONE_S
-            while (await cluster.pods(of_job(job)))[0] and time.monotonic() < until:  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+
+            async def pods() -> list[str]:
+                return [pod["metadata"]["name"] for pod in (await cluster.pods(of_job(job)))[0]]
+
+            await _until_gone(pods)
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
         async with _opened(where) as cluster:
@@ -115,7 +121,7 @@ class KubernetesLauncher:
 
     def ways(self, job: str, where: Mapping[str, str], command: str) -> str:
         """Returns how to run a command where the job's etcd is within reach."""
-        words = "".join(f" --{name} {where[name]}" for name in _PLACE if name in where)
+        words = "".join(f" --{name} {shlex.quote(where[name])}" for name in _PLACE if name in where)
         return (
             f"from outside the cluster: `kubectl{words} exec job/{object_name(job)}-launcher -- taskgraph {command} "
             f"{job}`, or `kubectl{words} port-forward` to your etcd, and --etcd localhost:2379"
@@ -202,8 +208,26 @@ async def _check_free(cluster: Cluster, job: str, made: Sequence[Mapping[str, An
                     f"job {job!r} runs in namespace {cluster.namespace} already: `taskgraph shutdown {job}` ends it"
                 )
             await cluster.delete(kind, name)
-            while await cluster.get(kind, name) is not None:  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+
+            async def launcher(name: str = name) -> list[str]:
+                return [f"Job {name}"] if await cluster.get("Job", name) is not None else []
+
+            await _until_gone(launcher)
+
+
+async def _until_gone(left: Callable[[], Awaitable[Sequence[str]]]) -> None:
+    """Waits until nothing of what was deleted is left.
+
+    Raises:
+        TransportError: something is there after a while.
+    """
+    until = time.monotonic() + _GONE_S
+    while names := await left():
+        if time.monotonic() > until:
+            raise TransportError(
+                f"{', '.join(names)}: deleted, but still there after {_GONE_S:g} s: look with `kubectl describe`"
+            )
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _remove(cluster: Cluster, job: str) -> None:

@@ -88,10 +88,11 @@ async def opened_cluster(where: Mapping[str, str]) -> AsyncIterator[Cluster]:
 def _config(where: Mapping[str, str]) -> KubeConfig:
     if path := where.get("kubeconfig"):
         return KubeConfig.from_file(path)
-    if "context" not in where and os.environ.get("KUBECONFIG") is None:
+    files = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path]
+    if "context" not in where and not files:
         return KubeConfig.from_env()
+    files = files or ["~/.kube/config"]
     # kubectl takes several files; lightkube one.
-    files = [path for path in os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep) if path]
     return KubeConfig.from_file(next((path for path in files if Path(path).expanduser().exists()), files[0]))
 
 

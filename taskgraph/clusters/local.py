@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import glob
 import shlex
 import subprocess
@@ -112,10 +111,14 @@ class LocalLauncher:
     async def stop(self, job: str, where: Mapping[str, str]) -> None:
         """The commands in the background end with the job."""
         runtime = Runtime()
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(_STARTS_S):
                 while runtime.find(job) is not None:  # noqa: ASYNC110 (no event tells)
                     await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise TaskGraphError(
+                f"job {job!r} has ended, but its command still runs after {_STARTS_S:g} s; it prints to {_log(job)}"
+            ) from None
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
         return []

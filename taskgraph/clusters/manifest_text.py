@@ -39,7 +39,7 @@ def _map(entries: Mapping[str, Any], path: str, indent: str, comments: Mapping[s
 def _entry(begin: str, value: Any, path: str, indent: str, comments: Mapping[str, str]) -> Iterator[str]:
     commented = any(each.startswith(f"{path}.") for each in comments)
     flow = _flow(value)
-    if not isinstance(value, dict | list) or (not commented and _is_short(value, f"{begin} {flow}")):
+    if not isinstance(value, dict | list) or not value or (not commented and _is_short(value, f"{begin} {flow}")):
         yield f"{begin} {flow}"
     elif isinstance(value, dict):
         yield begin

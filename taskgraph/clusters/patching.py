@@ -9,6 +9,7 @@ object, or the entry of such a list.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ def read_patches(path: Path) -> list[dict[str, Any]]:
     for document in found:
         if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
             raise JobError(f"--patch {path}: each document begins with the kind that it changes, such as `kind: Job`")
+        if not isinstance(document.get("metadata") or {}, dict):
+            raise JobError(f"--patch {path}: {document['metadata']!r} is no metadata: write `metadata: {{name: ...}}`")
+        try:
+            json.dumps(document)
+        except TypeError as error:
+            raise JobError(f"--patch {path}: {error}: quote dates, and other values that YAML takes for them") from None
     return found
 
 

@@ -60,6 +60,7 @@ async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Q
             await queue.put(f"({error})")
 
     known: set[tuple[str, int]] = set()
+    error: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
             while True:
@@ -69,10 +70,13 @@ async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Q
                         known.add(each)
                         group.create_task(read(each[0]))
                 if launcher is None or is_over(launcher):
-                    return
+                    break
                 await asyncio.sleep(_LOOK_S)
-    finally:
-        await queue.put(None)
+    except ExceptionGroup as errors:
+        error = errors.exceptions[0]
+    await queue.put(None)  # not if this was cancelled: nobody takes lines then
+    if error is not None:
+        raise error
 
 
 def is_over(job: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import glob
 import os
 import secrets
 import shlex
@@ -29,7 +30,7 @@ from taskgraph.clusters.slurm_options import (
     tls_of,
 )
 from taskgraph.clusters.slurm_script import array_words, script
-from taskgraph.clusters.slurm_state import Seen, waiting_lines
+from taskgraph.clusters.slurm_state import Seen, surplus, waiting_lines
 from taskgraph.clusters.tailing import follow_files
 from taskgraph.errors import JobError, TransportError
 from taskgraph.network.tls import CA, CERT, KEY
@@ -94,17 +95,12 @@ class SlurmLauncher:
         there = [each for each in await queue(arrays_in(folder)) if not each.ending]
         if not there:
             raise JobError(f"job {job!r} has no elements in Slurm's queue: it has ended, or was cancelled")
-        # Those that wait go first, then the newest; the first one last.
-        surplus = sorted(there, key=lambda each: (each.running, -each.number))[: max(0, len(there) - nodes)]
-        for each in surplus:
-            await _let_go(each)
-        if surplus:
-            names = ", ".join(str(each.number) for each in surplus)
-            return (
-                f"element {names} hands over and leaves"
-                if len(surplus) == 1
-                else f"elements {names} hand over and leave"
-            )
+        if leaving := surplus(there, nodes):
+            for each in leaving:
+                await _let_go(each)
+            names = ", ".join(str(each.number) for each in leaving)
+            one = len(leaving) == 1
+            return f"element {names} hands over and leaves" if one else f"elements {names} hand over and leave"
         if not (more := nodes - len(there)):
             return f"it has {nodes} already"
         used = {each.number for each in there}
@@ -117,7 +113,7 @@ class SlurmLauncher:
         number = node.partition(".")[0] if node else None  # nodes are called 3.0, 3.1, ... after their element
 
         def files() -> Sequence[Path]:
-            found = folder.logs.glob(f"{number}.log" if number else "[0-9]*.log")
+            found = folder.logs.glob(f"{glob.escape(number)}.log" if number else "[0-9]*.log")
             return sorted(found, key=lambda path: (len(path.stem), path.stem))
 
         if not files() and not follow:

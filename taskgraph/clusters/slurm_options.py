@@ -112,8 +112,7 @@ def element_of(request: Request) -> Element:
         "TOKEN_FILE": str(folder.token),
         **{f"TLS_{name.upper()}": value for name, value in tls.items()},
     }
-    given = ("--name", *(() if "--name" in request.words else (request.job,)))
-    words = request.words if "--name" in request.words else (*given, *request.words)
+    words = request.words if "--name" in request.words else ("--name", request.job, *request.words)
     return Element(
         job=request.job,
         python=options.python or sys.executable,

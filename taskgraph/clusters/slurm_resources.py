@@ -44,7 +44,7 @@ class Resources:
 
 
 def limit_s(text: str) -> float:
-    """Parses a time limit as sbatch takes it: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00.
+    """Parses a time limit as sbatch takes it: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00. 0 means no limit.
 
     Raises:
         JobError: it is none.

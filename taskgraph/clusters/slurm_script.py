@@ -6,6 +6,7 @@ job's folder (`slurm_folder`).
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ AGAIN = 75
 """The exit code of a node that left while the job goes on (EX_TEMPFAIL)."""
 _MARGIN_S = 30
 """Between `drain_s` and the end of an element's time."""
+_PLAIN = re.compile(r"[\w./@+:~-]+")
 _WIDTH = 100
 """Characters of a continued line, without its indent."""
 
@@ -94,7 +96,7 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
     """
     more, before = checked_patch(patch)
     notice_s = round(element.drain_s) + _MARGIN_S
-    if resources.time and limit_s(resources.time) <= notice_s:
+    if resources.time and 0 < limit_s(resources.time) <= notice_s:
         raise JobError(
             f"--time {resources.time}: elements get SIGTERM {notice_s} s before their end (drain_s and {_MARGIN_S} s), "
             f"and so would leave as soon as they start: give more time, or a smaller drain_s (--set drain_s=10)"
@@ -105,7 +107,7 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
         "--nodes=1 --ntasks=1",
         *resources.lines(),
         f"--chdir={_header_path(element.directory)}",
-        f"--output={_header_path(element.folder.logs)}/%a.log --open-mode=append",
+        f"--output={_header_path(element.folder.logs).replace('%', '%%')}/%a.log --open-mode=append",
         "--requeue",
         f"--signal=TERM@{notice_s}",
         *more,
@@ -235,11 +237,11 @@ def _continued(words: Sequence[str], indent: str) -> str:
 
 
 def _header_path(path: Path) -> str:
-    """Quotes a path for a line of #SBATCH, where `%` begins a pattern."""
+    """Quotes a path for a line of #SBATCH, where `#` begins a comment."""
     text = str(path)
     if not UNQUOTED.isdisjoint(text) or "," in text:
         raise JobError(f"{text!r}: Slurm cannot use a folder with quotes, commas or backslashes in its name")
-    return '"' + text.replace("%", "%%") + '"' if any(char.isspace() or char == "%" for char in text) else text
+    return text if _PLAIN.fullmatch(text) else f'"{text}"'
 
 
 def _shell_text(text: str) -> str:

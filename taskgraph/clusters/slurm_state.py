@@ -10,7 +10,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["QUEUE_FORMAT", "Seen", "departures", "machine_of", "parse_queue", "waiting_lines", "why_ended", "why_left"]
+__all__ = [
+    "QUEUE_FORMAT",
+    "Seen",
+    "departures",
+    "machine_of",
+    "parse_queue",
+    "surplus",
+    "waiting_lines",
+    "why_ended",
+    "why_left",
+]
 
 QUEUE_FORMAT = "%i|%T|%r|%N"
 """Element, state, reason, machine."""
@@ -78,6 +88,15 @@ def parse_queue(text: str) -> list[Seen]:
     return sorted(
         Seen(int(match[1]), int(match[2]), match[3], match[4], match[5]) for match in found if match is not None
     )
+
+
+def surplus(elements: Sequence[Seen], nodes: int) -> list[Seen]:
+    """Returns the elements that go if `nodes` are to stay: those that wait, then the newest.
+
+    Element 0, which keeps the job, goes last, also while it waits for a machine.
+    """
+    ordered = sorted(elements, key=lambda each: (each.number == 0, each.running, -each.number))
+    return ordered[: max(0, len(elements) - nodes)]
 
 
 def waiting_lines(elements: Iterable[Seen]) -> list[str]:

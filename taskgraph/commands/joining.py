@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -66,8 +67,10 @@ _DRAINED_CODES = (0, *range(6, 126))
 """Lower codes are errors, and shells use higher ones."""
 _LAST_LOOK_S = 2.0
 _TOKEN_AGAIN_S = 2.0
-_ADDRESS_AGAIN_S = 0.1
 """The pause before a node with a wrong token reads its token file again."""
+_ADDRESS_AGAIN_S = 0.1
+_FIRST_SAID_S, _SAY_AGAIN_S = 5.0, 60.0
+"""How long a node waits for an etcd that has no address yet before it says so, and says so again."""
 
 
 def launch(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
@@ -357,12 +360,16 @@ async def _submitted(
     etcd: str, tls: dict[str, str], options: argparse.Namespace, token: str, entry: JobEntry | None
 ) -> tuple[JobSpec, str]:
     """Waits for the job and its token. Raises UnknownJob if the launcher of `entry`, which runs its etcd, ends."""
+    say_at = time.monotonic() + _FIRST_SAID_S
     async with AsyncExitStack() as stack:
         while True:
             try:
                 coordinator = await stack.enter_async_context(opened(etcd, tls))
                 break
-            except NoAddress:  # the etcd of `file:PATH` has not started yet, or starts elsewhere
+            except NoAddress as error:  # the etcd of `file:PATH` has not started yet, or starts elsewhere
+                if time.monotonic() >= say_at:
+                    log.warning("waiting for etcd: %s", error)
+                    say_at = time.monotonic() + _SAY_AGAIN_S
                 await asyncio.sleep(_ADDRESS_AGAIN_S)
         submitted = _with_its_token(coordinator, options, etcd, token)
         async with alongside(submitted, launcher_gone(entry)) as (waiting, gone):

@@ -37,7 +37,7 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.opening import opened
 from taskgraph.coordination.public import Public
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import CoordinationError, JobError, TransportError
+from taskgraph.errors import JobError, TaskGraphError, TransportError
 from taskgraph.launch.begin import command
 from taskgraph.launch.follow import Follower
 from taskgraph.network.tls import Tls
@@ -167,8 +167,10 @@ class _Companion:
                     await self._report(follower, spec.setting("drain_s"))
                 finally:
                     await follower.stop()
-        except CoordinationError as error:
+        except TaskGraphError as error:
             log.warning("events of Slurm are not written: %s", error)
+        except Exception:  # a mistake of ours, or the shared file system: the job does not depend on it
+            log.exception("events of Slurm are not written")
 
     async def _report(self, follower: Follower, drain_s: float) -> None:
         array, _, own = self._element.partition("_")
@@ -181,8 +183,9 @@ class _Companion:
             text = f"element {number} left {machine or 'its machine'}: {why}"
             await follower.keep_event(Event(time.time(), "slurm", kind, text))
 
+        complaint = ""
         while True:
-            with contextlib.suppress(TransportError, JobError):  # slurmctld is busy: the next time
+            try:
                 now = await queue(arrays_in(self._folder))
                 for number, note in _take_notes(self._folder):
                     reported[number] = time.monotonic()
@@ -193,6 +196,10 @@ class _Companion:
                         is_down = await machine_is_down(gone.machine)
                         await report(gone.number, gone.machine, *why_ended(said, machine_is_down=is_down))
                 before = now
+            except (TransportError, JobError) as error:  # slurmctld is busy: the next time
+                if str(error) != complaint:
+                    log.warning("Slurm does not say which elements run: %s", error)
+                complaint = str(error)
             await asyncio.sleep(_POLL_S)
 
     async def _end_elements(self, stopped: asyncio.Event) -> None:

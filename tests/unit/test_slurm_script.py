@@ -13,7 +13,7 @@ from taskgraph.clusters.slurm_commands import queue, slurm
 from taskgraph.clusters.slurm_folder import Folder
 from taskgraph.clusters.slurm_resources import Resources
 from taskgraph.clusters.slurm_script import Element, array_words, script
-from taskgraph.clusters.slurm_state import Seen, departures, parse_queue, waiting_lines, why_ended, why_left
+from taskgraph.clusters.slurm_state import Seen, departures, parse_queue, surplus, waiting_lines, why_ended, why_left
 from taskgraph.errors import JobError, TransportError
 
 JOB = "JobId=9 ArrayJobId=7 JobState={state} Requeue={requeue} RunTime={ran} TimeLimit={limit} PreemptTime={preempted} "
@@ -56,6 +56,13 @@ def test_header_asks_for_what_the_user_wants(tmp_path: Path) -> None:
     assert lines[-1] == "--licenses=x:1"
 
 
+def test_folders_with_odd_names(tmp_path: Path) -> None:
+    """Slurm takes `#` for a comment, and `%` for a pattern in names of files only."""
+    lines = header(script(element(tmp_path / "50% of #3" / "job"), Resources(), 1))
+    assert f'--chdir="{tmp_path}/50% of #3"' in lines
+    assert f'--output="{tmp_path}/50%% of #3/job/logs"/%a.log --open-mode=append' in lines
+
+
 def test_lines_of_the_patch_run_before_the_node(tmp_path: Path) -> None:
     text = script(element(tmp_path), Resources(), 1, "module load cuda\n")
     assert text.index("module load cuda") < text.index("srun")
@@ -81,7 +88,7 @@ def test_time_in_which_a_node_cannot_even_leave_is_refused(tmp_path: Path, time:
         script(element(tmp_path), Resources(time=time), 1)
 
 
-@pytest.mark.parametrize("time", ["2", "1:31", "1:00:00", "1-0", "0-1:00", "0-0:02:00"])
+@pytest.mark.parametrize("time", ["0", "2", "1:31", "1:00:00", "1-0", "0-1:00", "0-0:02:00"])
 def test_time_as_sbatch_takes_it(tmp_path: Path, time: str) -> None:
     assert f"--time={time}" in header(script(element(tmp_path), Resources(time=time), 1))
 
@@ -194,6 +201,17 @@ def test_lines_of_the_queue() -> None:
     first, second = waiting_lines(found)
     assert first.startswith("elements 1-2 of the array: BeginTime") and "cred_expire" in first
     assert second == "element 10 of the array: Resources: no machine is free"
+
+
+def test_first_element_stays_even_while_it_waits() -> None:
+    elements = [Seen(7, 0, "PENDING", "Resources", ""), *(Seen(7, n, "RUNNING", "None", f"m{n}") for n in (1, 2))]
+    elements.append(Seen(8, 3, "PENDING", "Resources", ""))
+    assert [[each.number for each in surplus(elements, nodes)] for nodes in (4, 3, 2, 1)] == [
+        [],
+        [3],
+        [3, 2],
+        [3, 2, 1],
+    ]
 
 
 def test_element_that_moved_has_left_its_machine() -> None:

@@ -19,6 +19,15 @@ current-context: c
 """
 
 
+async def test_empty_variable_is_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".kube").mkdir()
+    (tmp_path / ".kube" / "config").write_text(CONFIG.replace("user: u}", "user: u, namespace: mine}"))
+    monkeypatch.setenv("KUBECONFIG", "")
+    async with opened_cluster({"context": "c"}) as cluster:
+        assert cluster.namespace == "mine"
+
+
 @pytest.mark.parametrize(
     ("text", "context", "message"),
     [

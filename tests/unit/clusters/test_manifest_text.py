@@ -29,6 +29,12 @@ def test_what_is_written_is_read_back(made: dict[str, Any]) -> None:
     assert yaml.safe_load(yaml_text([made], {})) == made
 
 
+@pytest.mark.parametrize("empty", [{}, []])
+def test_empty_entries_under_a_comment_stay_what_they_are(empty: Any) -> None:
+    made = {"kind": "Job", "spec": {"policy": empty}}
+    assert yaml.safe_load(yaml_text([made], {"Job.spec.policy.rules": "In this order."})) == made
+
+
 def test_comments_stand_before_their_entries() -> None:
     made = {"kind": "Job", "spec": {"backoffLimit": 3, "rules": [{"action": "Ignore"}, {"action": "Fail"}]}}
     text = yaml_text([made], {"Job.spec.backoffLimit": "It is tried again.", "Job.spec.rules": "In this order."})

@@ -180,6 +180,8 @@ $patch: delete
         ("kind: Deployment\nmetadata: {name: fat}\n", "there is no Deployment fat; there are: .*Deployment fit"),
         ("spec: {}\n", "begins with the kind"),
         ("kind: [\n", "this is no YAML"),
+        ("kind: Job\nmetadata: fit\n", "'fit' is no metadata"),
+        ("kind: Job\nmetadata: {annotations: {since: 2026-01-01}}\n", "quote dates"),
         ("kind: Job\nspec: {template: {spec: {containers: [{image: x}]}}}\n", "has no 'name'"),
     ],
 )
