@@ -169,13 +169,15 @@ _FIRST = """
 # The first element also {what}, and collects its values.
 companion() {{
     trap 'kill $running; wait $running; exit' TERM
+    pause=1
     while [ ! -e "$folder/ended" ]; do
         "$python" -P -m taskgraph.commands.slurm_companion "$folder" --element "$element"{own} -- \\
             {words} \\
             >>"$folder/logs/submit.log" 2>&1 &
         running=$!
         wait $running
-        sleep 1
+        sleep $pause  # it failed, as submit.log says
+        pause=$((pause < 30 ? 2 * pause : 30))
     done
 }}
 companion=

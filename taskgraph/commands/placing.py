@@ -177,7 +177,7 @@ async def scale(options: argparse.Namespace) -> int:
         raise JobError(f"{options.nodes} nodes: 0 or more")
     place = place_of(options)
     done = await place.launcher.scale(place.job, place.where, options.nodes)
-    print(f"job {place.job} on {place.on}, {options.nodes} nodes: {done}")
+    print(f"job {place.job} on {place.on}, {counted(options.nodes, 'node')}: {done}")
     return 0
 
 

@@ -68,7 +68,7 @@ _SUBMIT_ENDS_S = 10.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the companion; returns 0 if the job is over."""
+    """Runs the companion; returns 0 if the job is over, and 1 if another one is to go on."""
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     cut = arguments.index("--")
     own = argparse.ArgumentParser(prog="slurm_companion")
@@ -76,7 +76,12 @@ def main(arguments: Sequence[str]) -> int:
     own.add_argument("--element", required=True)
     own.add_argument("--own-etcd", metavar="HOST")
     options = own.parse_args(arguments[:cut])
-    return uvloop.run(_Companion(Folder(options.folder), options.element, arguments[cut + 1 :]).run(options.own_etcd))
+    try:
+        companion = _Companion(Folder(options.folder), options.element, arguments[cut + 1 :])
+        return uvloop.run(companion.run(options.own_etcd))
+    except TaskGraphError as error:
+        log.error("cannot go on: %s", error)
+        return 1
 
 
 class _Companion:

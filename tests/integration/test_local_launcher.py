@@ -95,13 +95,14 @@ async def test_launcher_of_another_package(cli: Cli, shell: tuple[str, ...]) -> 
         "and 6 more lines of shell",
     ]
     done = await cli("scale", "sums", "1")
-    assert done.out == "job sums on shell, 1 nodes: 2 before\n", done.err
+    assert done.out == "job sums on shell, 1 node: 2 before\n", done.err
     assert "s2 leaves: SIGTERM" in (await cli("logs", "--on", "shell", "sums", "--node", "2")).out
     (cli.cwd / "pids").rename(cli.cwd / "elsewhere")
     assert "shell does not say which nodes it has not started yet: the folder of" in (await cli("status", "sums")).out
     (cli.cwd / "elsewhere").rename(cli.cwd / "pids")
     cli.open()
-    while "finished" not in (await cli("status", "sums")).out:
-        pass
+    async with asyncio.timeout(LIMIT_S):
+        while "finished" not in (await cli("status", "sums")).out:
+            pass
     assert json.loads((await cli("result", "sums", "--json")).out)["values"]["0"] == sums()
     assert (await cli("shutdown", "sums")).out.endswith("its nodes on shell are gone, and what was made for them\n")

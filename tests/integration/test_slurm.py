@@ -118,7 +118,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with tempfile.TemporaryDirectory(prefix="tg-rt-") as runtime:
         try:
             slurm.start()
-            made = Site(slurm, tmp_path_factory.mktemp("login"), Path(runtime))
+            made = Site(slurm, tmp_path_factory.mktemp("50% of #3"), Path(runtime))
             kept = (made.folder / "checkpoints").as_uri()  # waits for Slurm, while other tests run
             one = ("--time", "1", "--partition", "core", "--nodes", "1", "--insecure-listen")
             made.submit("timed", *GRAPH, "-o", f"checkpoint={kept}", *one)

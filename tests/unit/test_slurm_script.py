@@ -186,6 +186,15 @@ def test_first_element_runs_the_companion_with_the_users_words(tmp_path: Path) -
     assert words[words.index("--") + 1 :][:4] == ["submit", "fit.py", "-o", "text=it's; $HOME"]
 
 
+def test_companion_that_fails_is_started_again_after_longer_and_longer_pauses(tmp_path: Path) -> None:
+    host, folder = Host(tmp_path), Folder(tmp_path / "job folder")
+    host.command("srun", "exit 0")
+    tries = f'echo >> "{tmp_path}/tries"; [ "$(wc -l < "{tmp_path}/tries")" = 4 ] && echo 0 > "{folder.ended}"; exit 1'
+    python = host.command("python", tries)
+    assert host.run(script(element(folder.path, str(python)), Resources(), 4), number=0) == 0
+    assert [pause for (pause,) in host.called("sleep")][:3] == ["1", "2", "4"]
+
+
 QUEUE = """7_0|RUNNING|None|m1
 7_1|PENDING|BeginTime|
 7_2|PENDING|BeginTime|
