@@ -187,10 +187,10 @@ class Cluster:
         finally:
             await changes.aclose()
 
-    async def log(self, pod: str, *, follow: bool) -> AsyncIterator[str]:
-        """Yields the lines that a pod prints, with `follow` until it ends. A pod that is gone has none."""
+    async def log(self, pod: str, container: str, *, follow: bool) -> AsyncIterator[str]:
+        """Yields the lines that a container prints, with `follow` until it ends. A pod that is gone has none."""
         try:
-            async for line in self._client.log(pod, follow=follow, newlines=False):
+            async for line in self._client.log(pod, container=container, follow=follow, newlines=False):
                 yield line
         except ApiError as error:
             if error.status.code != 404:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.clusters.kubernetes_options import object_name
-from taskgraph.clusters.pod_labels import of_job
+from taskgraph.clusters.pod_labels import LAUNCHER, NODE, of_job
 from taskgraph.errors import JobError, TransportError
 from taskgraph.system.alongside import cancel_and_wait
 
@@ -46,29 +46,29 @@ async def pod_lines(cluster: Cluster, job: str, node: str | None, *, follow: boo
         finally:
             await cancel_and_wait(reading)
         return
-    for name in sorted(pods):
-        async for line in cluster.log(name, follow=False):
+    for name, (container, _) in sorted(pods.items()):
+        async for line in cluster.log(name, container, follow=False):
             yield line if node else f"{name}  {line}"
 
 
 async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Queue[str | None]) -> None:
-    async def read(pod: str) -> None:
+    async def read(pod: str, container: str) -> None:
         try:
-            async for line in cluster.log(pod, follow=True):
+            async for line in cluster.log(pod, container, follow=True):
                 await queue.put(line if node else f"{pod}  {line}")
         except TransportError as error:  # its machine may be lost; others go on
             await queue.put(f"({error})")
 
-    known: set[tuple[str, int]] = set()
+    known: set[tuple[str, str, int]] = set()
     error: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
             while True:
                 launcher = await cluster.get("Job", f"{object_name(job)}-launcher")
-                for each in _started(await _pods(cluster, job), node).items():
-                    if each not in known:
-                        known.add(each)
-                        group.create_task(read(each[0]))
+                for name, (container, starts) in _started(await _pods(cluster, job), node).items():
+                    if (name, container, starts) not in known:
+                        known.add((name, container, starts))
+                        group.create_task(read(name, container))
                 if launcher is None or is_over(launcher):
                     break
                 await asyncio.sleep(_LOOK_S)
@@ -89,14 +89,15 @@ async def _pods(cluster: Cluster, job: str) -> list[dict[str, Any]]:
     return (await cluster.pods(of_job(job)))[0]
 
 
-def _started(pods: list[dict[str, Any]], node: str | None) -> dict[str, int]:
-    """Returns the pods that have printed something, perhaps, and how often their container was started again."""
+def _started(pods: list[dict[str, Any]], node: str | None) -> dict[str, tuple[str, int]]:
+    """Returns the pods that have printed something, perhaps: our container, and how often it was started again."""
     found = {}
     for pod in pods:
         name, part = pod["metadata"]["name"], pod["metadata"]["labels"]["app.kubernetes.io/component"]
-        if (node is None and part == "launcher") or (node is not None and node not in (name, part)):
+        if (node is None and part == LAUNCHER) or (node is not None and node not in (name, part)):
             continue
+        ours = LAUNCHER if part == LAUNCHER else NODE  # a patch may add others
         for container in (pod.get("status") or {}).get("containerStatuses") or ():
-            if "waiting" not in (container.get("state") or {}):
-                found[name] = int(container.get("restartCount", 0))
+            if container["name"] == ours and "waiting" not in (container.get("state") or {}):
+                found[name] = ours, int(container.get("restartCount", 0))
     return found
