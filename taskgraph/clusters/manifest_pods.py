@@ -55,12 +55,13 @@ def launcher_pod(request: Request, pods: PodOptions, name: str) -> dict[str, Any
     """Returns the spec of the launcher's pod."""
     result = request.options.result or "-"
     expected = max(request.nodes, request.min_nodes)  # the extra nodes may come later, unless the job needs them
+    given = [_literal(word) for word in (request.driver, *request.words)]
     within = ["--wait", "--within", "kubernetes", "--run", "$(JOB_UID)"]
     env = [_of_pod("JOB_UID", "metadata.labels['controller-uid']")]
     container = {
         "name": "launcher",
         "command": ["taskgraph", "submit"],
-        "args": [request.driver, *request.words, *within, "--nodes", str(expected), "--result", result],
+        "args": [*given, *within, "--nodes", str(expected), "--result", _literal(result)],
         "resources": pods.launcher_resources,
     }
     return {
@@ -72,6 +73,11 @@ def launcher_pod(request: Request, pods: PodOptions, name: str) -> dict[str, Any
         **({"tolerations": pods.tolerations} if pods.tolerations else {}),
         **_container(request, pods, name, container, env),
     }
+
+
+def _literal(word: str) -> str:
+    """Returns a word for a container's command in which Kubernetes replaces no `$(VARIABLE)`."""
+    return word.replace("$", "$$")
 
 
 def _of_pod(name: str, field: str) -> dict[str, Any]:

@@ -108,7 +108,10 @@ class Pod:
 
     def words(self, texts: list[str]) -> list[str]:
         """Returns words of a command with variables, and with our directories in place of mounts."""
-        filled = [re.sub(r"\$\((\w+)\)", lambda found: self.env.get(found[1], found[0]), text) for text in texts]
+        filled = [
+            re.sub(r"\$\$|\$\((\w+)\)", lambda found: self.env.get(found[1], found[0]) if found[1] else "$", text)
+            for text in texts
+        ]
         places = {mount["mountPath"]: f"v{index}" for index, mount in enumerate(self.container.get("volumeMounts", []))}
         return [self._own_path(text, {**places, "/tmp": "tmp"}) for text in filled]
 

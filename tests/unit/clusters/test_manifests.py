@@ -140,6 +140,12 @@ def test_without_tls_there_are_no_certificates() -> None:
     assert not [each for each in container["env"] if "TLS" in each["name"]]
 
 
+def test_words_of_the_user_reach_the_launcher_as_they_are() -> None:
+    found = manifests(request(words=("-o", "text=$(HOME) $$5")))
+    (launcher,) = of(found, "Job")["spec"]["template"]["spec"]["containers"]
+    assert launcher["args"][:3] == ["fit.py", "-o", "text=$$(HOME) $$$$5"], "Kubernetes makes one of two"
+
+
 def test_patch_file_changes_objects(tmp_path: Path) -> None:
     patch = tmp_path / "patch.yaml"
     patch.write_text(
