@@ -79,7 +79,8 @@ class Launcher(Protocol):
 
     Names in `where` by which the launcher says how commands reach the job, if it decides that: `etcd`, `etcd_ca`,
     `etcd_cert`, `etcd_key`, `token` (hex), `tls_ca`, `tls_cert`, `tls_key`, `tls_name`; and `kept`: the runtime
-    directory, on a file system that the command sees, with the values and events of the job once it has ended.
+    directory, on a file system that the command sees, with the values and events of the job once it has ended; and
+    `run`, the id of the run (`submit --run ID`), by which commands do not take an earlier run of the job for this one.
     """
 
     def add_place_options(self, group: argparse._ArgumentGroup) -> None:

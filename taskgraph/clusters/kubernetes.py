@@ -26,6 +26,7 @@ from taskgraph.clusters.pod_labels import labels, of_job, of_nodes
 from taskgraph.clusters.pod_logs import is_over, pod_lines
 from taskgraph.clusters.why_gone import Seen, waiting_reason
 from taskgraph.errors import JobError, TaskGraphError, TransportError
+from taskgraph.observe.format import counted
 
 if TYPE_CHECKING:
     from taskgraph.clusters.kubernetes_client import Cluster
@@ -68,15 +69,14 @@ class KubernetesLauncher:
             made = [secret(request, cluster.namespace, certificates), *manifests(request, cluster.namespace)]
             await _check_free(cluster, request.job, made)
             try:
-                for each in made:
-                    await cluster.apply(each)
+                uids = {each["kind"]: await cluster.apply(each) for each in made}
             except BaseException as error:
                 try:
                     await _remove(cluster, request.job)
                 except TaskGraphError as left:
                     error.add_note(f"what was made before that is left: {left}")
                 raise
-            return {**where, "namespace": cluster.namespace, "token": request.token}
+            return {**where, "namespace": cluster.namespace, "token": request.token, "run": uids.get("Job", "")}
 
     async def scale(self, job: str, where: Mapping[str, str], nodes: int) -> str:
         name = object_name(job)
@@ -85,11 +85,11 @@ class KubernetesLauncher:
             extra = await cluster.replicas(f"{name}-extra")
             if extra is None:
                 await cluster.scale(name, nodes)
-                return f"Deployment {name} has {nodes} replicas now"
+                return f"Deployment {name} has {counted(nodes, 'replica')} now"
             first = min(nodes, int((core["metadata"].get("annotations") or {}).get(CORE_NODES, nodes)))
             await cluster.scale(name, first)
             await cluster.scale(f"{name}-extra", nodes - first)
-            return f"Deployment {name} has {first} replicas now, and {name}-extra {nodes - first}"
+            return f"Deployment {name} has {counted(first, 'replica')} now, and {name}-extra {nodes - first}"
 
     async def logs(self, job: str, where: Mapping[str, str], node: str | None, *, follow: bool) -> AsyncIterator[str]:
         async with (
@@ -205,7 +205,8 @@ async def _check_free(cluster: Cluster, job: str, made: Sequence[Mapping[str, An
         if found is not None and kind == "Job":
             if not is_over(found):
                 raise JobError(
-                    f"job {job!r} runs in namespace {cluster.namespace} already: `taskgraph shutdown {job}` ends it"
+                    f"job {job!r} runs in namespace {cluster.namespace} already: `taskgraph shutdown {job}` ends it "
+                    f"(on a host that did not submit it: with --on kubernetes and --etcd)"
                 )
             await cluster.delete(kind, name)
 

@@ -109,16 +109,20 @@ class Cluster:
     def namespace(self) -> str:
         return str(self._client.namespace)
 
-    async def apply(self, made: Mapping[str, Any]) -> None:
-        """Makes an object, or changes it, by server-side apply. Fields that others have set since become ours."""
+    async def apply(self, made: Mapping[str, Any]) -> str:
+        """Makes an object, or changes it, by server-side apply. Fields that others have set since become ours.
+
+        Returns its uid.
+        """
         kind = _resource(made["apiVersion"], made["kind"])
 
-        async def call() -> object:
-            return await self._client.patch(
+        async def call() -> str:
+            applied = await self._client.patch(
                 kind, made["metadata"]["name"], dict(made), patch_type=PatchType.APPLY, force=True
             )
+            return str(applied["metadata"]["uid"])
 
-        await _tried(f"{made['kind']} {made['metadata']['name']}", call)
+        return await _tried(f"{made['kind']} {made['metadata']['name']}", call)
 
     async def get(self, kind: str, name: str) -> dict[str, Any] | None:
         """Returns an object; None: there is none."""

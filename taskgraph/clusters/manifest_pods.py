@@ -66,6 +66,7 @@ def launcher_pod(request: Request, pods: PodOptions, name: str) -> dict[str, Any
     }
     return {
         "restartPolicy": "Never",
+        "automountServiceAccountToken": True,  # whatever an account of the user says
         "serviceAccountName": pods.service_account or f"{name}-launcher",
         **({"priorityClassName": pods.priority_class} if pods.priority_class else {}),
         "terminationGracePeriodSeconds": _LAUNCHER_GRACE_S,

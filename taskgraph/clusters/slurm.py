@@ -72,9 +72,9 @@ class SlurmLauncher:
         folder = element_of(request).folder
         made = await _prepare(folder, request.job)
         try:
-            token = request.token or secrets.token_hex(32)
+            token, run = request.token or secrets.token_hex(32), secrets.token_hex(8)
             write_whole(folder.token, f"{token}\n".encode())
-            write_whole(folder.run, secrets.token_hex(8).encode())
+            write_whole(folder.run, run.encode())
             write_whole(folder.script, self._script(request).encode())
             if needs_certificates(request):
                 await asyncio.to_thread(_write_certificates, folder, request.job)
@@ -86,7 +86,7 @@ class SlurmLauncher:
             if made:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
-        return {"folder": str(folder.path), "kept": str(folder.kept), "token": token, **own_access(request)}
+        return {"folder": str(folder.path), "kept": str(folder.kept), "token": token, "run": run, **own_access(request)}
 
     async def scale(self, job: str, where: Mapping[str, str], nodes: int) -> str:
         folder = _folder(job, where)

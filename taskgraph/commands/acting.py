@@ -9,7 +9,16 @@ import signal
 from pathlib import Path
 
 from taskgraph.clusters.placed import find_placed, forget_placed
-from taskgraph.commands.common import FoundJob, access_of, ended_text, etcd_of, find_entry, reach, see_text
+from taskgraph.commands.common import (
+    FoundJob,
+    NotSubmitted,
+    access_of,
+    ended_text,
+    etcd_of,
+    find_entry,
+    reach,
+    see_text,
+)
 from taskgraph.coordination.opening import opened
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver.spec import JobSpec
@@ -333,14 +342,17 @@ def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
 
 async def shutdown(options: argparse.Namespace) -> int:
     """Ends a job without a result."""
-    from taskgraph.commands.placing import is_placed, may_remove, stop
+    from taskgraph.commands.placing import is_placed, may_remove, remove, stop
 
     try:
-        async with reach(options) as reached:
-            options.job = reached.name
-            follower = Follower(reached.coordinator, reached.spec, b"")
-            ended = await follower.cancel_job("shut down by `taskgraph shutdown`")
-            print(f"job {reached.name} {'was ended' if ended else 'had ended already'}")
+        await _cancel(options)
+    except NotSubmitted as error:
+        if not is_placed(options):
+            raise
+        say(str(error))
+        await remove(options)
+        with contextlib.suppress(NotSubmitted):
+            await _cancel(options)  # it was submitted meanwhile
     except (UnknownJob, CoordinationError) as error:
         if not is_placed(options) or not await may_remove(options):
             raise
@@ -348,6 +360,14 @@ async def shutdown(options: argparse.Namespace) -> int:
     if is_placed(options):
         print(await stop(options))
     return 0
+
+
+async def _cancel(options: argparse.Namespace) -> None:
+    async with reach(options) as reached:
+        options.job = reached.name
+        follower = Follower(reached.coordinator, reached.spec, b"")
+        ended = await follower.cancel_job("shut down by `taskgraph shutdown`")
+        print(f"job {reached.name} {'was ended' if ended else 'had ended already'}")
 
 
 async def forget(options: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from taskgraph.network.listening import Listening
 from taskgraph.network.tls import Tls, check_listener
 from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.protocol.view import decode_key
 from taskgraph.system.files import remove_file
 from taskgraph.system.signals import Orders, obey_sigterm
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FoundJob",
     "NewToken",
+    "NotSubmitted",
     "access_of",
     "access_words",
     "check_launcher",
@@ -283,10 +284,30 @@ def _placed_entry(name: str, etcd: str = "") -> JobEntry | None:
     )
 
 
+class NotSubmitted(UnknownJob):
+    """The etcd has no such job, or not yet the run that a launcher is to submit."""
+
+
 def _submitted_later(name: str) -> str:
     from taskgraph.clusters.placed import is_enclosed
 
     return f": its launcher submits it: `taskgraph logs {name} --node launcher`" if is_enclosed(name) else ""
+
+
+async def _check_run(coordinator: Coordinator, name: str, run: str) -> None:
+    """Raises NotSubmitted if etcd has an ended run of the job, and not the one that this host gave to a launcher."""
+    from taskgraph.clusters.placed import find_placed
+
+    placed = find_placed(name)
+    if placed is None or (placed.where.get("run") or run) == run:
+        return
+    status = await coordinator.get(Keys(name).status)
+    if status is None or StatusRecord.from_bytes(status.value).state == State.RUNNING:
+        return
+    raise NotSubmitted(
+        f"etcd at {placed.etcd} has another run of job {name!r}, which has ended (--etcd shows it), and not yet the "
+        f"one that was submitted here{_submitted_later(name)}"
+    )
 
 
 def _ended_here(runtime: Runtime, name: str) -> str:
@@ -462,8 +483,10 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
             keys = Keys(entry.name)
             kv = await coordinator.get(keys.spec)
             if kv is None:
-                raise UnknownJob(f"etcd at {entry.etcd} has no job {entry.name!r}{_submitted_later(entry.name)}")
+                raise NotSubmitted(f"etcd at {entry.etcd} has no job {entry.name!r}{_submitted_later(entry.name)}")
             spec = decode_key(JobSpec.from_bytes, kv, keys)
+            if not options.etcd:
+                await _check_run(coordinator, entry.name, spec.run)
             yield FoundJob(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
     except CoordinationError as error:
         if not ended_with_launcher(entry):

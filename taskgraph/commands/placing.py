@@ -19,7 +19,7 @@ from taskgraph.launch.access import insecure_listen
 from taskgraph.launch.runtime import Runtime
 from taskgraph.observe.format import counted
 
-__all__ = ["is_placed", "logs", "may_remove", "place_job", "place_of", "scale", "stop", "waiting"]
+__all__ = ["is_placed", "logs", "may_remove", "place_job", "place_of", "remove", "scale", "stop", "waiting"]
 
 _WAITING_S = 5.0
 _WAITING_LINES = 4
@@ -39,6 +39,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
         print(launcher.text(request), end="")
         return 0
     launcher.text(request)  # what is wrong is said before anything is written
+    Runtime().placed()
     token = token_for(options)
     request = dataclasses.replace(
         request, token=token.token if token is not None else "", token_file=str(token.path) if token is not None else ""
@@ -137,6 +138,12 @@ def place_of(options: argparse.Namespace) -> Place:
 def is_placed(options: argparse.Namespace) -> bool:
     """Returns True if a launcher started the job's nodes, as far as the command line or this host says."""
     return options.on is not None or find_placed(options.job) is not None
+
+
+async def remove(options: argparse.Namespace) -> None:
+    """Removes what the job's launcher made, before the job was submitted."""
+    place = place_of(options)
+    await place.launcher.stop(place.job, place.where)
 
 
 async def stop(options: argparse.Namespace) -> str:

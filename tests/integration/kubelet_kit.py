@@ -178,10 +178,11 @@ class Kubelet:
             if pod.made["spec"].get("nodeName") == machine and pod.process is not None and not pod.over:
                 _signal(pod, signal.SIGKILL)
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -252,7 +253,7 @@ class Kubelet:
                 )  # fmt: skip
             running = {"running": {"startedAt": now()}}
             await self._report(pod, "Running", running)
-            probing = asyncio.create_task(self._probe(pod, running))
+            probing = self._start(self._probe(pod, running))
             code = await pod.process.wait()
             probing.cancel()
             if pod.made["spec"]["nodeName"] in self.lost:

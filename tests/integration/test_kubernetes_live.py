@@ -408,6 +408,9 @@ async def test_taken_names_and_running_jobs_are_left_alone(live: Live) -> None:
     await until(over)
     done = await live.submit("sums.py", "--nodes", "1", "-o", "epochs=3")  # another run, in place of the one that ended
     assert done.code == 0, done.err
+    done = await live("result", live.job)
+    assert done.code == 3, "these would be the values of the run before"
+    assert "and not yet the one that was submitted here: its launcher submits it" in done.err
     await until(over)
     await live("shutdown", live.job)
 
@@ -423,6 +426,17 @@ async def test_an_etcd_out_of_reach_is_an_error_that_says_the_ways(live: Live) -
     done = await live("shutdown", live.job)
     assert done.code == 3
     assert await live.pods(live.job)
+
+
+async def test_a_job_that_never_began_is_removed(live: Live) -> None:
+    done = await live.submit("steady.py", "--nodes", "1", "--node-selector", "no=such")
+    assert done.code == 0, done.err
+    done = await live("status", live.job)
+    assert done.code == 3 and "has no machine" in done.err
+    done = await live("shutdown", live.job)
+    assert done.code == 0, done.err
+    assert (await live.get("deployments", live.job, "apis/apps/v1"))["code"] == 404
+    assert (await live.get("jobs", f"{live.job}-launcher", "apis/batch/v1"))["code"] == 404
 
 
 async def test_an_elastic_job_shrinks_and_grows_with_the_same_bits(live: Live) -> None:

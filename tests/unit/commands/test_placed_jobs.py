@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
+from commands_kit import ETCD, in_memory, options
 
 from taskgraph import cli
 from taskgraph.clusters.api import Request
 from taskgraph.clusters.local import LocalLauncher
 from taskgraph.clusters.placed import Placed, find_placed, forget_placed, keep_placed, placed_names
-from taskgraph.commands.common import find_entry
+from taskgraph.commands.common import NotSubmitted, find_entry, reach
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
+from taskgraph.jobs import Job
+from taskgraph.launch.follow import Follower
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import Runtime
+from taskgraph.launch.submit import submit
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.task import Task
 
 PACKAGES = Path(__file__).parents[2] / "launchers"
+DRIVER = Path(__file__).parents[2] / "integration" / "drivers" / "sums.py"
 TOKEN = "ab" * 32
 
 
@@ -63,6 +71,40 @@ def test_only_the_owner_reads_the_token(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(TaskGraphError, match=r"fit\.json cannot be read .*: remove it"):
         find_placed("fit")
+
+
+async def test_an_earlier_run_is_not_taken_for_the_one_submitted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    etcd = in_memory(monkeypatch)
+    spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
+    keep_placed(dataclasses.replace(placed("fit", etcd=ETCD), where={"run": "next"}))
+    here, there = cli.parser().parse_args(["result", "fit"]), options("result")
+    with pytest.raises(NotSubmitted, match="has no job 'fit'"):
+        await run_of(here)
+    await submit(etcd, spec)
+    await run_of(here)  # a run that goes on is shown, whoever submitted it
+    await Follower(etcd, spec, b"").cancel_job("enough")
+    with pytest.raises(NotSubmitted, match="and not yet the one that was submitted here"):
+        await run_of(here)
+    assert await run_of(there) == spec.run
+    keep_placed(dataclasses.replace(placed("fit", etcd=ETCD), where={"run": spec.run}))
+    assert await run_of(here) == spec.run
+
+
+async def run_of(words: argparse.Namespace) -> str:
+    async with reach(words) as reached:
+        return reached.spec.run
+
+
+def test_nothing_is_made_if_it_could_not_be_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Runtime().placed().rmdir()
+    (tmp_path / "taskgraph" / "placed").touch()
+    monkeypatch.syspath_prepend(str(PACKAGES))
+    assert cli.main(["submit", str(DRIVER), "--on", "shell", "--etcd", ETCD, "--token-file", "token"]) != 0
+    said = capsys.readouterr()
+    assert "placed cannot be made" in said.err and not said.out
+    assert [each.name for each in tmp_path.iterdir()] == ["taskgraph"], "not even a token"
 
 
 def test_command_line_of_the_local_launcher_has_no_password() -> None:
