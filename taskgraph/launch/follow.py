@@ -285,7 +285,7 @@ class Follower:
                             self._report(event)
                     elif (event.epoch or 0) > last:
                         last = event.epoch or 0
-                        self._incidents.note_commit(event.at)
+                        self._incidents.note_commit(event.at, last)
                         on_event(event)
         except TaskGraphError as error:
             log.debug("the leader's events: %s", error)

@@ -87,6 +87,7 @@ class Incidents:
         self._open: dict[str, _Incident] = {}
         self._commits: deque[float] = deque(maxlen=_COMMITS)
         self._reported: dict[str, None] = {}
+        self._all_known = True  # no commit came before those of `_commits`, as one does if the job is followed later
 
     @property
     def any_open(self) -> bool:
@@ -133,8 +134,10 @@ class Incidents:
         incident.noticed_at, incident.last_event_at = min(incident.noticed_at, event.at), now
         return incident
 
-    def note_commit(self, at: float) -> None:
+    def note_commit(self, at: float, epoch: int = 0) -> None:
         """Notes that an epoch committed."""
+        if not self._commits or len(self._commits) == _COMMITS:
+            self._all_known = not self._commits and epoch == 0
         self._commits.append(at)
 
     def take_finished(self, view: JobView, *, over: bool = False) -> list[Event]:
@@ -184,12 +187,12 @@ class Incidents:
         parts = []
         if incident.last_takeover_at:
             fields["takeover_ms"] = _ms(incident.last_takeover_at - began)
-        if commit is not None:
+        if commit is not None and (self._all_known or commit != self._commits[0]):  # else there may be one before it
             fields["next_commit_ms"] = _ms(commit - began)
             again = f", {counted(redone, 'epoch')} redone" if redone else ""
             next_one = "commit" if view.workers is None else "step"
             parts.append(f"next {next_one} after {commit - began:.2f} s{again}")
-        elif view.running and not over and view.workers is None:
+        elif commit is None and view.running and not over and view.workers is None:
             parts.append("no commit yet")
         lacking = self._count_unbacked(view)
         if not lacking and incident.last_admission_at >= began:

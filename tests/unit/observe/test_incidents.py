@@ -101,6 +101,20 @@ def test_failure_is_one_event_with_its_cost() -> None:
     assert not incidents.any_open
 
 
+def test_commits_before_the_job_was_followed_are_not_guessed() -> None:
+    """A launcher's pod that was started again just after a node was killed."""
+    clock = Clock()
+    incidents = Incidents(4, 1, clock)
+    incidents.note_event(lost("a", 10.0))
+    incidents.note_event(takeover("b", "a", 10.05))
+    incidents.note_commit(13.3, 250)
+    incidents.note_commit(13.4, 251)
+    incidents.note_event(admitted(11.5))
+    view = view_of(("b", "c"), {task: ("b", "c") for task in range(4)}, a="killed by SIGKILL")
+    (text,) = finished(incidents, clock, view)
+    assert text == "a died (SIGKILL): 1 task moved to b; all tasks backed up again after 1.50 s"
+
+
 def test_roll_back_counts_the_epochs_computed_again() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
