@@ -110,7 +110,7 @@ def test_commits_before_the_job_was_followed_are_not_guessed() -> None:
     incidents.note_commit(13.3, 250)
     incidents.note_commit(13.4, 251)
     incidents.note_event(admitted(11.5))
-    view = view_of(("b", "c"), {task: ("b", "c") for task in range(4)}, a="killed by SIGKILL")
+    view = view_of(("b", "c"), dict.fromkeys(range(4), ("b", "c")), a="killed by SIGKILL")
     (text,) = finished(incidents, clock, view)
     assert text == "a died (SIGKILL): 1 task moved to b; all tasks backed up again after 1.50 s"
 
