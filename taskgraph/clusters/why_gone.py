@@ -66,23 +66,27 @@ def why_gone(pod: Mapping[str, Any]) -> Seen | None:
     if pod.get("metadata", {}).get("deletionTimestamp"):
         return Seen("deleted", "leaves: it was deleted (scaled away, replaced by a rollout, preempted, or by a person)")
     if status.get("phase") in ("Failed", "Succeeded"):
-        return _by_code(ended[0]) if ended else Seen("ended", f"ended ({status['phase']})")
+        failed = [state for state in ended if state.get("exitCode")]  # not those that prepared the pod
+        return _by_code((failed or ended)[0]) if ended else Seen("ended", f"ended ({status['phase']})")
     return None
 
 
 def restarted(before: Mapping[str, Any] | None, pod: Mapping[str, Any]) -> Seen | None:
     """Returns why a container that was started again had ended, since `before`; None: none was, or in good order."""
-    old = _restarts(before) if before is not None else 0
-    if before is None or _restarts(pod) <= old:
+    if before is None:
         return None
+    old = _restarts(before)
     for container in _containers(pod.get("status") or {}):
+        if int(container.get("restartCount", 0)) <= old.get(container.get("name", ""), 0):
+            continue
         for state in ("lastState", "state"):
             if ended := (container.get(state) or {}).get("terminated"):
                 if ended.get("exitCode") == 0:  # it was drained, or the job has ended: events say so already
                     return None
                 found = _out_of_memory() if ended.get("reason") == "OOMKilled" else _by_code(ended)
                 return Seen(found.kind, f"{found.text}; its container is started again")
-    return Seen("ended", "was started again")
+        return Seen("ended", "was started again")
+    return None
 
 
 def waiting_reason(pod: Mapping[str, Any]) -> Seen | None:
@@ -134,5 +138,7 @@ def _states(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield (container.get("state") or {}).get("terminated") or {}
 
 
-def _restarts(pod: Mapping[str, Any]) -> int:
-    return sum(int(each.get("restartCount", 0)) for each in _containers(pod.get("status") or {}))
+def _restarts(pod: Mapping[str, Any]) -> dict[str, int]:
+    """Returns how often each container was started again."""
+    found = _containers(pod.get("status") or {})
+    return {each.get("name", ""): int(each.get("restartCount", 0)) for each in found}

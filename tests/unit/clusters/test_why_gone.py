@@ -108,6 +108,14 @@ def test_a_container_that_is_started_again_says_why() -> None:
     assert restarted(pod(RESTARTED), pod(RESTARTED)) is None
 
 
+def test_a_container_that_prepared_the_pod_is_no_reason() -> None:
+    done = {"initContainerStatuses": [{"name": "prepare", "state": {"terminated": {"exitCode": 0}}}]}
+    gone = why_gone(pod({**done, **ended(1)}))
+    assert gone is not None and gone.kind == "crashed"
+    seen = restarted(pod({**done, "phase": "Running"}), pod({**done, **RESTARTED}))
+    assert seen is not None and seen.kind == "oom"
+
+
 def test_why_a_pod_does_not_run() -> None:
     seen = waiting_reason(pod(UNSCHEDULABLE))
     assert seen is not None
