@@ -20,6 +20,9 @@ __all__ = ["AGAIN", "Element", "array_words", "checked_patch", "script"]
 
 AGAIN = 75
 """The exit code of a node that left while the job goes on (EX_TEMPFAIL)."""
+_PLACED = ("--array", "-a", "--output", "-o", "--nodes", "-N", "--ntasks", "-n", "--chdir", "-D")
+_OURS = (*_PLACED, "--no-requeue", "--signal")
+"""Options that a patch may not have."""
 _MARGIN_S = 30
 """Between `drain_s` and the end of an element's time."""
 _PLAIN = re.compile(r"[\w./@+:~-]+")
@@ -75,9 +78,9 @@ def checked_patch(text: str) -> tuple[list[str], list[str]]:
             shell.append(line)
             continue
         option = line.removeprefix("#SBATCH").strip()
-        for ours in ("--array", "-a", "--output", "-o", "--no-requeue", "--ntasks", "-n", "--chdir", "-D"):
-            if option.partition("=")[0].split(" ")[0] == ours:
-                raise JobError(f"--patch: {line!r}: taskgraph sets {ours} itself; leave the line out")
+        name = option.partition("=")[0].split(" ")[0]
+        if name in _OURS:
+            raise JobError(f"--patch: {line!r}: taskgraph sets {name} itself; leave the line out")
         header.append(option)
     while shell and not shell[-1].strip():
         shell.pop()

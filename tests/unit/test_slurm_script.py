@@ -69,7 +69,14 @@ def test_lines_of_the_patch_run_before_the_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "patch", ["#SBATCH --array=0-3", "#SBATCH -o x.log", "#SBATCH --no-requeue", "#SBATCH --chdir=/"]
+    "patch",
+    [
+        "#SBATCH --array=0-3",
+        "#SBATCH -o x.log",
+        "#SBATCH --no-requeue",
+        "#SBATCH --chdir=/",
+        "#SBATCH --signal=B:USR1@60",
+    ],
 )
 def test_patch_may_not_break_what_the_launcher_relies_on(tmp_path: Path, patch: str) -> None:
     with pytest.raises(JobError, match="taskgraph sets"):
