@@ -19,7 +19,7 @@ from taskgraph.commands.looking import print_values
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.follow import find_kept
+from taskgraph.launch.follow import find_kept, if_etcd_answers
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.shown import JobProgress
 from taskgraph.observe.events import Event
@@ -38,6 +38,8 @@ log = logging.getLogger("taskgraph.waiting")
 _OUTPUT = Path("-")
 """In place of a file for the values: standard output."""
 _NO_NODES_S = 3.0
+_LAST_EVENT_S = 3.0
+_LOOK_S = 0.1
 
 
 async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
@@ -53,7 +55,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
     shown.follow(follower.view)
     waiting = asyncio.current_task()
     assert waiting is not None
-    on_ending_signals(lambda _: waiting.cancel())
+    on_ending_signals(lambda _: waiting.cancelling() or waiting.cancel())  # a second one must not break the first off
     inside = inside_of(options.within) if options.within is not None else None
     path = Path(options.result) if options.result is not None else None
     try:
@@ -67,6 +69,8 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
             if not ending.done():
                 await broken
             status, result = ending.result()
+            if status.state != State.FINISHED:
+                await _until_it_is_said(follower, status)
         await follower.keep_end(status)
     except asyncio.CancelledError:
         say(f"this command was ended; job {reached.name} goes on")
@@ -133,6 +137,13 @@ async def _end_nodes(inside: Inside, job: str) -> None:
         await inside.ended(job)
     except TaskGraphError as error:  # how the job ended counts for more
         say(f"the job's nodes are not ended: {error}")
+
+
+async def _until_it_is_said(follower: Collector, status: StatusRecord) -> None:
+    """Waits a moment for the event that says how a job ended without values: its node writes it after the status."""
+    async with if_etcd_answers(_LAST_EVENT_S):
+        while not any(event.kind == status.state for event in await follower.events_of_run()):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
 
 
 async def _until_collected(follower: Collector, path: Path | None) -> tuple[StatusRecord, JobResult | None]:

@@ -12,6 +12,7 @@ from kept_kit import KeptEtcd
 from processes_kit import free_port
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.launch.runtime import Runtime
 
 
 class Submitter:
@@ -88,6 +89,8 @@ async def test_failed_job(user: Cli) -> None:
     done = await waiting.done()
     assert done.code == 1 and "one shard is empty" in done.err, done.err
     assert not (user.cwd / "result.json").exists()
+    kept = Runtime(Path(user.env["TASKGRAPH_RUNTIME_DIR"]) / "taskgraph").finished("fails")
+    assert kept is not None and kept.events[-1].kind == "failed", kept
     assert (await launch.done()).code == 1
     done = await script.again()
     assert done.code == 1 and "one shard is empty" in done.err, "as the first one, and it did not run again"
