@@ -20,6 +20,7 @@ from taskgraph.system.files import remove_file, whole_file
 
 __all__ = [
     "Placed",
+    "etcd_has_ended",
     "find_placed",
     "forget_placed",
     "is_enclosed",
@@ -85,6 +86,14 @@ def kept_by(placed: Placed) -> KeptJob | None:
     """Returns what a launcher kept of a job that has ended, on a file system that this host sees."""
     kept = placed.where.get("kept")
     return Runtime(Path(kept)).finished(placed.job) if kept else None
+
+
+def etcd_has_ended(placed: Placed) -> bool:
+    """Returns True if the etcd that a job brought ended with it, or its folder was removed."""
+    kept = placed.where.get("kept")
+    if kept is None or not placed.etcd.startswith("file:"):
+        return False
+    return kept_by(placed) is not None or not Path(kept).parent.exists()
 
 
 def _folder() -> Path:

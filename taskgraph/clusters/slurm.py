@@ -130,7 +130,18 @@ class SlurmLauncher:
             shutil.rmtree(folder.etcd, ignore_errors=True)
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
-        return waiting_lines(await queue(arrays_in(_folder(job, where))))
+        folder = _folder(job, where)
+        there = await queue(arrays_in(folder))
+        if not there and not folder.ended.exists():
+            return [
+                "Slurm's queue has no element of it, so all were cancelled: `taskgraph submit` starts it again, with "
+                "--resume from its checkpoint"
+            ]
+        lines = waiting_lines(there)
+        no_etcd = where.get("etcd") == f"file:{folder.etcd_at}" and not folder.etcd_at.exists()
+        if no_etcd and any(each.number == 0 and each.running for each in there):
+            lines.insert(0, f"element 0 runs, and has not started the job's etcd: see {folder.logs}/submit.log")
+        return lines
 
 
 def arrays_in(folder: Folder) -> list[int]:

@@ -35,6 +35,8 @@ _REASONS = {
     "JobHeldAdmin": "an administrator holds them back",
     "JobHeldUser": "they are held back: `scontrol release` lets them go",
     "Licenses": "a license is missing",
+    "PartitionConfig": "the partition has no machine with what they ask for, or does not allow it",
+    "PartitionTimeLimit": "the partition allows less than --time",
     "Priority": "other jobs come first",
     "QOSMaxJobsPerUserLimit": "your limit of jobs is reached",
     "ReqNodeNotAvail": "the machines that they need are down or reserved",

@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from taskgraph.clusters.placed import find_placed, forget_placed
+from taskgraph.clusters.placed import etcd_has_ended, find_placed, forget_placed
 from taskgraph.commands.common import (
     FoundJob,
     NotSubmitted,
@@ -374,6 +374,11 @@ async def forget(options: argparse.Namespace) -> int:
     """Deletes what etcd keeps of ended jobs. If one of them is refused, the others are deleted all the same."""
     refused: list[TaskGraphError] = []
     for name in options.job:
+        placed = find_placed(name) if etcd_of(options) is None else None
+        if placed is not None and etcd_has_ended(placed):
+            forget_placed(name)
+            print(f"job {name} is forgotten: its etcd had ended with it")
+            continue
         try:
             etcd, access = _etcd_of_job(options, name)
             async with opened(etcd, access) as coordinator:

@@ -34,6 +34,7 @@ from taskgraph.transport.hello import token_mark
 
 if TYPE_CHECKING:
     from taskgraph.coordination.api import Coordinator
+    from taskgraph.launch.kept import KeptJob
 
 __all__ = [
     "FoundJob",
@@ -256,9 +257,13 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
 
 def _placed_entries(runtime: Runtime) -> list[JobEntry]:
     """Returns an entry of each job that was submitted here with `--on`, unless this host knows that it has ended."""
-    from taskgraph.clusters.placed import placed_names
+    from taskgraph.clusters.placed import find_placed, kept_by, placed_names
 
-    found = [_placed_entry(name) for name in placed_names() if runtime.finished(name) is None]
+    def has_ended(name: str) -> bool:
+        placed = find_placed(name)
+        return runtime.finished(name) is not None or (placed is not None and kept_by(placed) is not None)
+
+    found = [_placed_entry(name) for name in placed_names() if not has_ended(name)]
     return [entry for entry in found if entry is not None]
 
 
@@ -314,10 +319,13 @@ def _ended_here(runtime: Runtime, name: str) -> str:
     """Returns what this host knows about the end of a job; "": nothing."""
     kept = runtime.finished(name)
     if kept is not None:
-        how = ended_text(kept.state)
-        return f"job {name!r} has ended ({how}): see {see_text(name)}"
+        return _has_ended_text(name, kept)
     killed = runtime.killed(name)
     return _killed_text(runtime, killed) if killed is not None else ""
+
+
+def _has_ended_text(name: str, kept: KeptJob) -> str:
+    return f"job {name!r} has ended ({ended_text(kept.state)}): see {see_text(name)}"
 
 
 def _with_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
@@ -490,8 +498,11 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
             yield FoundJob(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
     except CoordinationError as error:
         if not ended_with_launcher(entry):
-            from taskgraph.clusters.placed import ways
+            from taskgraph.clusters.placed import find_placed, kept_by, ways
 
+            placed = find_placed(entry.name) if etcd_of(options) is None else None
+            if placed is not None and (kept := kept_by(placed)) is not None:  # its etcd ended with it
+                raise UnknownJob(_has_ended_text(entry.name, kept)) from error
             if etcd_of(options) is None and (text := ways(entry.name, options.command)):
                 error.add_note(text)
             raise

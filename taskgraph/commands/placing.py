@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import uvloop
 
 from taskgraph.clusters.api import Enclosed, Launcher, Request, find_launcher
-from taskgraph.clusters.placed import find_placed, forget_placed, keep_placed, placed_as, placed_names
+from taskgraph.clusters.placed import find_placed, forget_placed, keep_placed, kept_by, placed_as, placed_names
 from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_for
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
@@ -40,6 +40,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
         return 0
     launcher.text(request)  # what is wrong is said before anything is written
     Runtime().placed()
+    before = Runtime().finished(request.job)
     token = token_for(options)
     request = dataclasses.replace(
         request, token=token.token if token is not None else "", token_file=str(token.path) if token is not None else ""
@@ -50,6 +51,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
         if token is not None:
             token.forget()
         raise
+    Runtime().forget_ended(request.job, before)
     keep_placed(placed_as(request, options.on, where))
     name = request.job
     print(f"submitted job {name} on {options.on}: `taskgraph status {name}`, `taskgraph logs {name}`")
@@ -150,7 +152,9 @@ async def stop(options: argparse.Namespace) -> str:
     """Removes what the job's launcher made, after the job was ended; returns a sentence."""
     place = place_of(options)
     await place.launcher.stop(place.job, place.where)
-    forget_placed(place.job)
+    placed = find_placed(place.job)
+    if placed is None or kept_by(placed) is None:  # else `result` goes on to find the values
+        forget_placed(place.job)
     return f"its nodes on {place.on} are gone, and what was made for them"
 
 

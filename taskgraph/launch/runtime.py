@@ -277,6 +277,18 @@ class Runtime:
             path.unlink(missing_ok=True)
             shutil.rmtree(path.with_suffix(".logs"), ignore_errors=True)
 
+    def forget_ended(self, name: str, kept: KeptJob | None) -> None:
+        """Forgets an earlier job of that name, which would be taken for one that now runs elsewhere.
+
+        Args:
+            kept: what was known of it; a later record stays.
+        """
+        if self.killed(name) is not None:
+            self.remove(name)
+        if kept is not None and self.finished(name) == kept:
+            (self.root / "finished" / f"{name}.json").unlink(missing_ok=True)
+            shutil.rmtree(self.kept_logs(name), ignore_errors=True)
+
     def kept_logs(self, name: str) -> Path:
         """Returns where the logs of a finished job are."""
         self._checked_folder(name)

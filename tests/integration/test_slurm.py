@@ -180,6 +180,7 @@ def test_preempted_jobs_shrink_and_grow_and_compute_the_same(site: Site, embedde
         assert "preempted" in site.kinds(name)
     slurm.until(partial(slurm.elements, "graph"), lambda there: not there)
     assert site.status("graph")["state"] == "finished", "although its etcd is gone"
+    assert "has ended (finished)" in site.call("kill", "graph", "--task", "0", fails=True)
     assert json.loads((site.folder / "graph.taskgraph" / "result.json").read_text())["values"] == site.values("graph")
 
 
@@ -196,11 +197,22 @@ def test_job_outlives_its_time_limit(site: Site) -> None:
     slurm = site.slurm
     slurm.until(partial(site.kinds, "timed"), lambda kinds: "timeout" in kinds, 60.0)
     assert site.let_finish("timed") == site.alone(*GRAPH)
-    site.call("shutdown", "timed")
+    values = site.values("timed")
+    for _ in range(2):  # the second one finds nothing to do
+        site.call("shutdown", "timed")
+    assert site.values("timed") == values
+    assert "is forgotten" in site.call("forget", "timed")
+    assert "No job 'timed'" in site.call("status", "timed", fails=True)
 
 
 def test_shutdown_leaves_nothing_in_the_queue(site: Site) -> None:
+    site.call("run", *GRAPH, "-o", f"hurry={site.folder}", "--nodes", "1", "--name", "early")  # a trial before
     site.submit("early", *GRAPH, "--nodes", "9")
     assert site.slurm.elements("early")
-    site.call("shutdown", "early")  # perhaps before its etcd runs
+    assert not site.status("early") or site.status("early")["state"] == "running", "not what is known of the trial"
+    assert "has ended" not in site.call("kill", "early", "--node", "none", fails=True)
+    site.slurm.run("scancel", "--name", "early")
+    site.slurm.until(partial(site.slurm.elements, "early"), lambda there: not there)
+    assert "all were cancelled" in site.call("status", "early", fails=True)
+    site.call("shutdown", "early")  # perhaps before its etcd ran
     assert not site.slurm.elements("early")
