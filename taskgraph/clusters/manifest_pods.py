@@ -34,6 +34,7 @@ def node_pod(request: Request, pods: PodOptions, name: str, priority_class: str)
     pod |= {
         "terminationGracePeriodSeconds": math.ceil(request.drain_s) + _BEYOND_DRAIN_S,
         "shareProcessNamespace": True,
+        "enableServiceLinks": False,
         "tolerations": [{"key": f"node.kubernetes.io/{what}", **lost} for what in ("not-ready", "unreachable")]
         + pods.tolerations,
     }

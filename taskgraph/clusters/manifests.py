@@ -34,6 +34,8 @@ _COMMENTS = {
     "Deployment.spec.template.spec.shareProcessNamespace": "The pause container waits for orphans of user code.",
     "Deployment.spec.template.spec.tolerations": "Nodes of a lost machine are replaced after this, not after 300 s.",
     "Deployment.spec.template.spec.topologySpreadConstraints": "Backups are on other machines where there are some.",
+    "Deployment.spec.template.spec.enableServiceLinks": "No variables for each Service of the namespace.",
+    "Deployment.spec.template.spec.volumes": "A mode of 288 is 0440, and 292 is 0444.",
     "Deployment.spec.template.spec.containers.readinessProbe": "Ready: all tasks of this node have backups in sync.",
     "Deployment.spec.template.spec.containers.resources": "No limit of cores: a node that is held up looks dead.",
     "PodDisruptionBudget.spec.maxUnavailable": "`kubectl drain` waits until tasks have backups again.",

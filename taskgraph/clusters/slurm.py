@@ -90,8 +90,6 @@ class SlurmLauncher:
 
     async def scale(self, job: str, where: Mapping[str, str], nodes: int) -> str:
         folder = _folder(job, where)
-        if nodes == 0:
-            raise JobError(f"the first element keeps the job: leave 1 node, or end it with `taskgraph shutdown {job}`")
         there = [each for each in await queue(arrays_in(folder)) if not each.ending]
         if not there:
             raise JobError(f"job {job!r} has no elements in Slurm's queue: it has ended, or was cancelled")

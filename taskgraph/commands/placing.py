@@ -184,9 +184,9 @@ async def waiting(job: str) -> list[str]:
 
 async def scale(options: argparse.Namespace) -> int:
     """Changes how many nodes a job has."""
-    if options.nodes < 0:
-        raise JobError(f"{options.nodes} nodes: 0 or more")
     place = place_of(options)
+    if options.nodes < 1:  # the state of its tasks would be lost
+        raise JobError(f"{options.nodes} nodes: leave at least 1, or end the job with `taskgraph shutdown {place.job}`")
     done = await place.launcher.scale(place.job, place.where, options.nodes)
     print(f"job {place.job} on {place.on}, {counted(options.nodes, 'node')}: {done}")
     return 0

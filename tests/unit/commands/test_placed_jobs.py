@@ -134,8 +134,8 @@ def test_command_line_of_the_local_launcher_has_no_password() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("scale sums 0", "at least 1 node: `taskgraph shutdown sums` ends it"),
-        ("scale sums -1", "-1 nodes: 0 or more"),
+        ("scale sums 0", "0 nodes: leave at least 1, or end the job with `taskgraph shutdown sums`"),
+        ("scale sums -1", "-1 nodes: leave at least 1"),
         ("scale sums 3", "has no nodes on this host any longer: `taskgraph status sums` says how it ended"),
         ("logs sums --node n9", "no log of node 'n9' is on this host; there are: none"),
         ("logs sums", "no log of its nodes is on this host; there are: none"),
