@@ -25,9 +25,9 @@ __all__ = ["GROUP", "Enclosed", "Inside", "Launcher", "Request", "find_launcher"
 GROUP = "taskgraph.launchers"
 """The group of entry points."""
 _OWN = {
-    "kubernetes": "taskgraph.clusters.kubernetes:KubernetesLauncher",
+    "kubernetes": "taskgraph.clusters.kubernetes.launcher:KubernetesLauncher",
     "local": "taskgraph.clusters.local:LocalLauncher",
-    "slurm": "taskgraph.clusters.slurm:SlurmLauncher",
+    "slurm": "taskgraph.clusters.slurm.launcher:SlurmLauncher",
 }
 
 

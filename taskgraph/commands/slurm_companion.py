@@ -26,11 +26,11 @@ from pathlib import Path
 
 import uvloop
 
-from taskgraph.clusters.slurm import arrays_in
-from taskgraph.clusters.slurm_commands import machine_is_down, queue, slurm
-from taskgraph.clusters.slurm_folder import Folder
-from taskgraph.clusters.slurm_options import tls_of
-from taskgraph.clusters.slurm_state import Seen, departures, machine_of, why_ended, why_left
+from taskgraph.clusters.slurm.commands import machine_is_down, queue, slurm
+from taskgraph.clusters.slurm.folder import Folder
+from taskgraph.clusters.slurm.launcher import arrays_in
+from taskgraph.clusters.slurm.options import tls_of
+from taskgraph.clusters.slurm.state import Seen, departures, machine_of, why_ended, why_left
 from taskgraph.commands.arguments import parser
 from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_of
 from taskgraph.coordination.embedded import EmbeddedEtcd

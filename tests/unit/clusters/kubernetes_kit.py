@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from taskgraph.clusters.api import Request
-from taskgraph.clusters.kubernetes import KubernetesLauncher
+from taskgraph.clusters.kubernetes.launcher import KubernetesLauncher
 
 
 def request(line: str = "--image registry.example/fit:1", **given: Any) -> Request:

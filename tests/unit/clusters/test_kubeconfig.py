@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.clusters.kubernetes_client import opened_cluster
+from taskgraph.clusters.kubernetes.client import opened_cluster
 from taskgraph.errors import JobError
 
 CONFIG = """

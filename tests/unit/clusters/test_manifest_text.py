@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taskgraph.clusters.manifest_text import yaml_text
+from taskgraph.clusters.kubernetes.manifest_text import yaml_text
 
 yaml = pytest.importorskip("yaml")
 

@@ -12,8 +12,8 @@ import pytest
 from kubernetes_kit import request
 
 from taskgraph.cli import parser
-from taskgraph.clusters.kubernetes_options import object_name
-from taskgraph.clusters.manifests import manifest_text, manifests, secret
+from taskgraph.clusters.kubernetes.manifests import manifest_text, manifests, secret
+from taskgraph.clusters.kubernetes.options import object_name
 from taskgraph.errors import JobError
 
 yaml = pytest.importorskip("yaml")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from taskgraph.clusters.pod_logs import pod_lines
+from taskgraph.clusters.kubernetes.pod_logs import pod_lines
 from taskgraph.errors import JobError
 
 

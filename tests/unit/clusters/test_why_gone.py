@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from taskgraph.clusters.pod_history import PodHistory
-from taskgraph.clusters.why_gone import restarted, waiting_reason, why_gone
+from taskgraph.clusters.kubernetes.pod_history import PodHistory
+from taskgraph.clusters.kubernetes.why_gone import restarted, waiting_reason, why_gone
 
 DELETED = "2026-11-02T10:00:00Z"
 

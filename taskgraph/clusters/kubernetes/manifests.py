@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from taskgraph.clusters.api import Request
-from taskgraph.clusters.kubernetes_options import PodOptions, object_name
-from taskgraph.clusters.manifest_pods import ETCD_FILES, launcher_pod, node_pod
-from taskgraph.clusters.manifest_text import yaml_text
-from taskgraph.clusters.patching import patched
-from taskgraph.clusters.pod_labels import EXTRA, LAUNCHER, NODE, labels, selector
+from taskgraph.clusters.kubernetes.manifest_pods import ETCD_FILES, launcher_pod, node_pod
+from taskgraph.clusters.kubernetes.manifest_text import yaml_text
+from taskgraph.clusters.kubernetes.options import PodOptions, object_name
+from taskgraph.clusters.kubernetes.patching import patched
+from taskgraph.clusters.kubernetes.pod_labels import EXTRA, LAUNCHER, NODE, labels, selector
 from taskgraph.errors import JobError
 
 __all__ = ["CORE_NODES", "manifest_text", "manifests", "secret"]

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from taskgraph.clusters.slurm_folder import Folder
-from taskgraph.clusters.slurm_resources import UNQUOTED, Resources, header_value, limit_s
+from taskgraph.clusters.slurm.folder import Folder
+from taskgraph.clusters.slurm.resources import UNQUOTED, Resources, header_value, limit_s
 from taskgraph.errors import JobError
 
 __all__ = ["AGAIN", "Element", "array_words", "checked_patch", "script"]

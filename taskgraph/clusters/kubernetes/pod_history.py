@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from taskgraph.clusters.why_gone import Seen, restarted, waiting_reason, why_gone
+from taskgraph.clusters.kubernetes.why_gone import Seen, restarted, waiting_reason, why_gone
 
 __all__ = ["PodHistory"]
 

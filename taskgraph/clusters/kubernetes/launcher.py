@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.clusters.api import Request
 from taskgraph.clusters.credentials import job_certificates
-from taskgraph.clusters.kubernetes_options import add_pod_options, object_name
-from taskgraph.clusters.manifests import CORE_NODES, manifest_text, manifests, secret
-from taskgraph.clusters.pod_history import PodHistory
-from taskgraph.clusters.pod_labels import labels, of_job, of_nodes
-from taskgraph.clusters.pod_logs import is_over, pod_lines
-from taskgraph.clusters.why_gone import Seen, waiting_reason
+from taskgraph.clusters.kubernetes.manifests import CORE_NODES, manifest_text, manifests, secret
+from taskgraph.clusters.kubernetes.options import add_pod_options, object_name
+from taskgraph.clusters.kubernetes.pod_history import PodHistory
+from taskgraph.clusters.kubernetes.pod_labels import labels, of_job, of_nodes
+from taskgraph.clusters.kubernetes.pod_logs import is_over, pod_lines
+from taskgraph.clusters.kubernetes.why_gone import Seen, waiting_reason
 from taskgraph.errors import JobError, TaskGraphError, TransportError
 from taskgraph.observe.format import counted
 
 if TYPE_CHECKING:
-    from taskgraph.clusters.kubernetes_client import Cluster
+    from taskgraph.clusters.kubernetes.client import Cluster
 
 __all__ = ["KubernetesLauncher"]
 
@@ -155,7 +155,7 @@ class KubernetesLauncher:
 
 @asynccontextmanager
 async def _opened(where: Mapping[str, str]) -> AsyncIterator[Cluster]:
-    from taskgraph.clusters.kubernetes_client import opened_cluster  # printing needs no client
+    from taskgraph.clusters.kubernetes.client import opened_cluster  # printing needs no client
 
     async with opened_cluster(where) as cluster:
         yield cluster
@@ -163,7 +163,7 @@ async def _opened(where: Mapping[str, str]) -> AsyncIterator[Cluster]:
 
 async def _changes(cluster: Cluster, job: str, history: PodHistory) -> AsyncGenerator[tuple[str, Seen], None]:
     """Yields what happens to the pods of nodes, until the connection breaks."""
-    from taskgraph.clusters.kubernetes_client import WatchExpired
+    from taskgraph.clusters.kubernetes.client import WatchExpired
 
     while True:
         pods, version = await cluster.pods(of_nodes(job))

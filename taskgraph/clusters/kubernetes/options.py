@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from taskgraph.clusters.patching import read_patches
+from taskgraph.clusters.kubernetes.patching import read_patches
 from taskgraph.errors import JobError
 
 __all__ = ["PodOptions", "add_pod_options", "object_name"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from taskgraph.clusters.api import Request
 from taskgraph.clusters.credentials import certificate_name
-from taskgraph.clusters.slurm_folder import Folder
-from taskgraph.clusters.slurm_resources import Resources
-from taskgraph.clusters.slurm_script import Element
+from taskgraph.clusters.slurm.folder import Folder
+from taskgraph.clusters.slurm.resources import Resources
+from taskgraph.clusters.slurm.script import Element
 from taskgraph.errors import JobError
 from taskgraph.network.tls import CA, CERT, KEY
 

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from taskgraph.clusters.api import Request
-from taskgraph.clusters.kubernetes_options import PodOptions
-from taskgraph.clusters.pod_labels import selector
+from taskgraph.clusters.kubernetes.options import PodOptions
+from taskgraph.clusters.kubernetes.pod_labels import selector
 
 __all__ = ["ETCD_FILES", "launcher_pod", "node_pod"]
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.clusters.kubernetes_options import object_name
-from taskgraph.clusters.pod_labels import LAUNCHER, NODE, of_job
+from taskgraph.clusters.kubernetes.options import object_name
+from taskgraph.clusters.kubernetes.pod_labels import LAUNCHER, NODE, of_job
 from taskgraph.errors import JobError, TransportError
 from taskgraph.system.alongside import cancel_and_wait
 
 if TYPE_CHECKING:
-    from taskgraph.clusters.kubernetes_client import Cluster
+    from taskgraph.clusters.kubernetes.client import Cluster
 
 __all__ = ["is_over", "pod_lines"]
 

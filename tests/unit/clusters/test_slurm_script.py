@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.clusters.slurm_commands import queue, slurm
-from taskgraph.clusters.slurm_folder import Folder
-from taskgraph.clusters.slurm_resources import Resources
-from taskgraph.clusters.slurm_script import Element, array_words, script
-from taskgraph.clusters.slurm_state import Seen, departures, parse_queue, surplus, waiting_lines, why_ended, why_left
+from taskgraph.clusters.slurm.commands import queue, slurm
+from taskgraph.clusters.slurm.folder import Folder
+from taskgraph.clusters.slurm.resources import Resources
+from taskgraph.clusters.slurm.script import Element, array_words, script
+from taskgraph.clusters.slurm.state import Seen, departures, parse_queue, surplus, waiting_lines, why_ended, why_left
 from taskgraph.errors import JobError, TransportError
 
 JOB = "JobId=9 ArrayJobId=7 JobState={state} Requeue={requeue} RunTime={ran} TimeLimit={limit} PreemptTime={preempted} "

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 
-from taskgraph.clusters.slurm_state import QUEUE_FORMAT, Seen, parse_queue
+from taskgraph.clusters.slurm.state import QUEUE_FORMAT, Seen, parse_queue
 from taskgraph.errors import JobError, TransportError
 from taskgraph.system.environment import user_env
 

@@ -19,9 +19,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from taskgraph.clusters.api import Request
-from taskgraph.clusters.slurm_commands import queue, slurm
-from taskgraph.clusters.slurm_folder import Folder
-from taskgraph.clusters.slurm_options import (
+from taskgraph.clusters.slurm.commands import queue, slurm
+from taskgraph.clusters.slurm.folder import Folder
+from taskgraph.clusters.slurm.options import (
     add_slurm_options,
     element_of,
     needs_certificates,
@@ -29,8 +29,8 @@ from taskgraph.clusters.slurm_options import (
     resources_of,
     tls_of,
 )
-from taskgraph.clusters.slurm_script import array_words, script
-from taskgraph.clusters.slurm_state import Seen, surplus, waiting_lines
+from taskgraph.clusters.slurm.script import array_words, script
+from taskgraph.clusters.slurm.state import Seen, surplus, waiting_lines
 from taskgraph.clusters.tailing import follow_files
 from taskgraph.errors import JobError, TransportError
 from taskgraph.network.tls import CA, CERT, KEY
