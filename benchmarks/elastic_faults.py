@@ -86,16 +86,22 @@ class Workers:
 
     async def die_at(self, point: str) -> tuple[str, int]:
         """Lets the next worker die that comes to a point. Returns its name, and when that was."""
-        before, fault = self.view, self._faults / f"kill,{point}"
+        before, fault = self._pids(), self._faults / f"kill,{point}"
+        dead = {name for name, pid in before.items() if not _lives(pid)}
         fault.touch()
         while fault.exists():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         at = time.monotonic_ns()
         while True:
-            for name, pid in before.items():
-                if not _lives(pid):
+            for name, pid in {**before, **self._pids()}.items():  # a newcomer may be the one
+                if name not in dead and not _lives(pid):
                     return name, at
             await asyncio.sleep(0.001)
+
+    def _pids(self) -> dict[str, int]:
+        """Name -> process id, of all registered workers."""
+        nodes = self._running.view.nodes
+        return {name_of(node): known.record.pid for node, known in nodes.items()}
 
     async def until_next_step(self, lost: str, at: int) -> float:
         """Returns the milliseconds from `at` until all others hold the total of a step, in a view without the lost one.
