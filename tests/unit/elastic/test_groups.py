@@ -155,7 +155,7 @@ def unlike_parts(run: Any) -> Any:
 
 @pytest.mark.parametrize("body", [unlike, unlike_parts])
 async def test_trees_that_differ_between_workers(body: Any) -> None:
-    with pytest.raises(tg.JobFailed, match=r"w is an array of float64 with shape \(2,\) in some parts, and"):
+    with pytest.raises(tg.JobFailed, match=r"w is an array of float64 with shape \(2,\) in the parts of n1, and"):
         await run_body(body, (2, ""))
 
 
