@@ -2,7 +2,7 @@
 
 The machines are called m1 to m8, and have two cores each. m1 to m3 are in the partitions `low`, whose jobs may be
 preempted, and may take GRACE_S for that, and `high`, which goes before it; m4 and m5 are in `core`, and the others in
-`spare`, and nobody takes those away. Everything is in one folder and on free ports, so several may run at a time.
+`spare`, and no job takes those away. Everything is in one folder and on free ports, so several may run at a time.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Q
                 await asyncio.sleep(_LOOK_S)
     except ExceptionGroup as errors:
         error = errors.exceptions[0]
-    await queue.put(None)  # not if this was cancelled: nobody takes lines then
+    await queue.put(None)  # not if this was cancelled: no reader takes lines then
     if error is not None:
         raise error
 

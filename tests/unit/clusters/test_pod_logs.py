@@ -1,4 +1,4 @@
-"""The lines of pods, while the cluster refuses some and nobody reads on."""
+"""The lines of pods, while the cluster refuses some and the reader stops."""
 
 from __future__ import annotations
 
