@@ -34,7 +34,9 @@ __all__ = [
     "Tag",
     "To",
     "Work",
+    "ask_service",
     "place_text",
+    "service_ids",
     "task_ids",
 ]
 
@@ -104,6 +106,9 @@ class Work(Protocol):
     def neighbors(self, link: str) -> tuple[int, ...]: ...
     def links(self) -> tuple[str, ...]: ...
     def tasks(self) -> int: ...
+    def service(self, title: str) -> tuple[int, ...]:
+        """Returns the task ids of a service of the job; (): there is no such service."""
+
     def allocate(self, nbytes: int) -> Block | None:
         """Allocates memory that can be sent without a copy; None: there is none."""
 
@@ -238,9 +243,12 @@ class Epoch:
         ids = task_ids(self._work, to, self._place, f"request {method!r}")
         if len(ids) != 1:
             raise GraphError(f"{self._place()}: a request goes to one task, {to!r} names {len(ids) or 'no'} tasks")
+        return self._ask(ids[0], method, payload)
+
+    def _ask(self, to: int, method: str, payload: Any) -> Reply:
         what = f"request {method!r} of task {self._work.task}"
         value = encode(payload, what=what, allocate=self._work.allocate)
-        return Reply(self._work, self._work.request(self._where, ids[0], method, value))
+        return Reply(self._work, self._work.request(self._where, to, method, value))
 
     def hold(self, why: str) -> Hold:
         """Keeps the epoch open until released: `with epoch.hold("..."):` or `.release()`."""
@@ -418,6 +426,17 @@ def _mark_retrieved(answer: asyncio.Future[Encoded]) -> None:
     """Keeps asyncio from logging the answer's exception: user code may have stopped waiting for it."""
     if not answer.cancelled():
         answer.exception()
+
+
+def service_ids(epoch: Epoch, title: str) -> tuple[int, ...]:
+    """Returns the task ids of a service of the job, as "table users"; (): there is none."""
+    return epoch._work.service(title)
+
+
+def ask_service(epoch: Epoch, to: int, method: str, payload: Any = None) -> Reply:
+    """Calls a handler of a task of a service, as `Epoch.request` does of the user's tasks."""
+    epoch._refuse_messages("request")
+    return epoch._ask(to, method, payload)
 
 
 class Reply:

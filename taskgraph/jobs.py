@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, cast
 from taskgraph.errors import JobError, error_text
 from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain
 from taskgraph.protocol.keys import NAME_RULE, is_name
+from taskgraph.services import Service, checked, ids_of
 from taskgraph.settings import Settings
 from taskgraph.signatures import signature
 from taskgraph.task import Task
@@ -43,7 +44,7 @@ class Job(Generic[T]):
     `T` is the type of its value: what the function of an elastic job returns.
 
     Attributes:
-        tasks: how many tasks, a million at most; ids are 0 to tasks - 1.
+        tasks: how many tasks, a million at most; ids are 0 to tasks - 1. Services have the ids that follow.
         builder: makes a task: `(task_id) -> Task`, or a Task subclass.
         topology: named links, see `tg.tree` and the others.
         epochs: how many epochs; None: until some processor calls `epoch.finish()`.
@@ -55,6 +56,8 @@ class Job(Generic[T]):
         checkpoint: where durable checkpoints are kept: `file:///...`, or any URL that fsspec opens.
         checkpoint_every: epochs between two checkpoints.
         settings: timeouts and limits.
+        tables: name -> `tg.Table`.
+        queues: name -> `tg.WorkQueue`.
 
     Raises:
         JobError: there is no such attribute, or a value does not fit; the message says which.
@@ -72,9 +75,12 @@ class Job(Generic[T]):
     checkpoint: str | None = None
     checkpoint_every: int = 10
     settings: Settings = field(default_factory=Settings)
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    queues: Mapping[str, Any] = field(default_factory=dict)
     _elastic: ElasticCall | None = field(default=None, repr=False, compare=False)
     _origin: _JobCall | None = field(default=None, repr=False, compare=False)
     _gpu_needs: tuple[bool, ...] = field(default=(), init=False, repr=False, compare=False)
+    _services: tuple[Service, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         check_fields(cls, given)
@@ -106,6 +112,7 @@ class Job(Generic[T]):
             check_url(self.checkpoint)
         object.__setattr__(self, "topology", as_topology(self.topology))
         object.__setattr__(self, "_gpu_needs", tuple(self._ask_gpu_needs()))
+        object.__setattr__(self, "_services", tuple(self._make_services()))
 
     def _check_int(self, name: str, least: int | None, also: str = "", most: int | None = None) -> None:
         value = getattr(self, name)
@@ -125,9 +132,25 @@ class Job(Generic[T]):
         """What the workers of an elastic job call; None: the job is a task graph."""
         return self._elastic
 
+    @property
+    def all_tasks(self) -> int:
+        """How many tasks there are, with those of services."""
+        return self.tasks + sum(service.count for service in self._services)
+
+    def service(self, title: str) -> tuple[int, ...]:
+        """Returns the task ids of a service, as "table users"; (): there is no such service."""
+        return ids_of(self._services, self.tasks).get(title, ())
+
+    def _make_services(self) -> Iterator[Service]:
+        for field_, kind in (("tables", "tg.Table"), ("queues", "tg.WorkQueue")):
+            given = checked(field_, getattr(self, field_), kind)
+            object.__setattr__(self, field_, given)
+            for name, one in given.items():
+                yield one.service(name, self.tasks)
+
     def needs_device(self, task_id: int) -> bool:
         """True if this task needs a CUDA device."""
-        return self._gpu_needs[task_id]
+        return task_id < self.tasks and self._gpu_needs[task_id]
 
     def _ask_gpu_needs(self) -> Iterator[bool]:
         """Calls `requires_gpu` once for each task: placement needs the answers whenever a node comes or goes."""
@@ -139,7 +162,15 @@ class Job(Generic[T]):
                 raise JobError(f"Job(requires_gpu=...): for task {task_id} it raises {error_text(error)}") from error
 
     def build(self, task_id: int) -> Task:
-        """Makes a task: calls `builder` with the task id; a class without required parameters is called without it."""
+        """Makes a task: calls `builder` with the task id; a class without required parameters is called without it.
+
+        Tasks of services are made by their service.
+        """
+        at = task_id - self.tasks
+        for service in self._services if at >= 0 else ():
+            if at < service.count:
+                return service.build(at)
+            at -= service.count
         if isinstance(self.builder, type) and not _parameters(self.builder):
             return cast(Callable[[], Task], self.builder)()
         return self.builder(task_id)
@@ -166,7 +197,7 @@ class Job(Generic[T]):
         return self._origin.function, self._origin.kwargs
 
 
-_NOT_IN_SPEC = ("tasks", "builder", "topology", "requires_gpu")
+_NOT_IN_SPEC = ("tasks", "builder", "topology", "requires_gpu", "tables", "queues")
 """Attributes that every process takes from its own call of the job function; the job's spec has the others."""
 
 

@@ -85,7 +85,7 @@ class JobSpec:
             driver=driver,
             kwargs=kwargs,
             fingerprint=print_,
-            tasks=job.tasks,
+            tasks=job.all_tasks,
             epochs=job.epochs,
             backups=job.backups,
             min_nodes=job.min_nodes,
@@ -147,10 +147,10 @@ class JobSpec:
                 f"to the same version, or submit the job again"
             )
         job = make_job(function, self.kwargs)
-        if job.tasks != self.tasks:
+        if job.all_tasks != self.tasks:
             raise JobError(
                 f"job {self.name!r} was submitted with {self.tasks} tasks, but here {function.__name__} makes "
-                f"{job.tasks}: it must make the same job in every process, from its arguments alone"
+                f"{job.all_tasks}: it must make the same job in every process, from its arguments alone"
             )
         known = {f.name for f in dataclasses.fields(Settings)}
         settings = Settings(**{name: value for name, value in self.settings.items() if name in known})

@@ -228,7 +228,7 @@ class InProcessCluster:
     async def _collect(self) -> list[TaskResult]:
         while True:
             found = [result for node in self.living for result in await self._results_of(self._members[node.id])]
-            if complete(found, self.job.tasks):
+            if complete(found, self.job.all_tasks):
                 return found
             await asyncio.sleep(0.01)  # a takeover is under way
 

@@ -107,7 +107,7 @@ class NodeCore:
         self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s, one_run=True)
         self.router = Router(transport, self.keeper)
         self.writes = EtcdWrites(coordinator)
-        self.threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
+        self.threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.all_tasks))
         self.injects = point is not None
         self.injects_held = self.injects and own_process
         self.paused = True

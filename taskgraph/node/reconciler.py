@@ -106,7 +106,7 @@ class Reconciler:
             return
         node.placement.update()
         if not self._fatal_code.check() and (view.running or view.finished):
-            for task in range(node.job.tasks):
+            for task in range(node.job.all_tasks):
                 self._takeovers.consider(task)
             self._takeovers.emit_unplaceable()
             self._set_up_backups()
@@ -119,7 +119,7 @@ class Reconciler:
         node, view = self._node, self._node.keeper.view
         if node.paused or not view.running or (view.stamp is not None and view.stamp.epoch > 0):
             return
-        for task in range(node.job.tasks):
+        for task in range(node.job.all_tasks):
             wish = node.wish(task)
             if wish is not None and node.id in wish.backups:
                 self._roles.set_up(task)

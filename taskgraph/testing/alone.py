@@ -198,6 +198,9 @@ class _StandaloneWork:
     def tasks(self) -> int:
         return 1 << 31
 
+    def service(self, title: str) -> tuple[int, ...]:
+        return ()
+
     def allocate(self, nbytes: int) -> Block | None:
         return None
 

@@ -144,7 +144,7 @@ def _check_kills(job: Job, kills: dict[tuple[int, int], str]) -> None:
             raise JobError(f"kills: {stage!r} is no stage; the stages are: {', '.join(STAGES)}")
         if stage in ("commit", "committed") and task != 0:
             raise JobError(f"kills: {stage!r} happens at the leader, which is task 0's primary, not task {task}")
-        if not 0 <= task < job.tasks or epoch < 0 or (job.epochs is not None and epoch >= job.epochs):
+        if not 0 <= task < job.all_tasks or epoch < 0 or (job.epochs is not None and epoch >= job.epochs):
             raise JobError(f"kills: there is no task {task} in epoch {epoch}")
 
 

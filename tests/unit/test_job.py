@@ -105,7 +105,7 @@ def test_bad_values_are_named(changes: dict[str, Any], complaint: str) -> None:
     ("make", "complaint"),
     [
         (lambda: simple(task=2), r"Job\(task=\.\.\.\): Job has no 'task'; did you mean 'tasks'\?"),
-        (lambda: simple(frobnicate=2), r"Job has no 'frobnicate'; it takes: tasks, builder, .*, settings$"),
+        (lambda: simple(frobnicate=2), r"Job has no 'frobnicate'; it takes: tasks, builder, .*, queues$"),
         (lambda: tg.Settings(lease_ttl=5), r"Settings has no 'lease_ttl'; did you mean 'lease_ttl_s'\?"),  # type: ignore[call-arg]
     ],
 )

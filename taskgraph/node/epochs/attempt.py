@@ -397,6 +397,9 @@ class Attempt:
     def tasks(self) -> int:
         return self.replica.job.tasks
 
+    def service(self, title: str) -> tuple[int, ...]:
+        return self.replica.job.service(title)
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:
             raise self.end_error()

@@ -223,6 +223,9 @@ class Replay:
     def tasks(self) -> int:
         return self.fresh.job.tasks
 
+    def service(self, title: str) -> tuple[int, ...]:
+        return self.fresh.job.service(title)
+
     def allocate(self, nbytes: int) -> Block | None:
         return None  # only digests are compared
 

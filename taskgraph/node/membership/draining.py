@@ -64,8 +64,8 @@ class Draining:
     def _remaining_tasks(self) -> str:
         """Names the tasks that were not handed over, with reason and consequence; "" if all were."""
         node, view = self._node, self._node.keeper.view
-        alone = sole_copies(view, node.job.tasks, node.id)
-        others = [t for t in range(node.job.tasks) if view.primary_node(t) == node.id and t not in alone]
+        alone = sole_copies(view, node.job.all_tasks, node.id)
+        others = [t for t in range(node.job.all_tasks) if view.primary_node(t) == node.id and t not in alone]
         if not alone and not others:
             return ""
         within = f"within {node.settings.drain_s:g} s (drain_s)"
@@ -99,4 +99,4 @@ class Draining:
         view = node.keeper.view
         # An evicted member holds the committed boundary until the next commit, which a finished job does not have.
         holders = view.in_sync if view.running else view.active_members
-        return not any(view.primary_node(t) == node.id or node.id in holders(t) for t in range(node.job.tasks))
+        return not any(view.primary_node(t) == node.id or node.id in holders(t) for t in range(node.job.all_tasks))

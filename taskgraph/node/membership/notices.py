@@ -49,6 +49,8 @@ class Notices:
         """Returns the neighbors along a user's link; none if the link raises, since that fails the job at `compose`."""
         view, job = self._node.keeper.view, self._node.job
         epoch = view.stamp.epoch if view.stamp else 0
+        if primary.task >= job.tasks:
+            return ()  # a service: topologies are of the user's tasks
         if job.epochs is not None:
             epoch = min(epoch, job.epochs - 1)  # links are not made for epochs after the last
         try:

@@ -76,9 +76,9 @@ class Placement:
         # such a member still takes over if no other can.
         holdings = {
             t: Holding(view.primary_node(t), tuple(view.active_members(t)))
-            for t in range(job.tasks)
+            for t in range(job.all_tasks)
             if t in view.primaries
         }
         named = {n for h in holdings.values() for n in (h.primary, *h.members) if n is not None}
         keep = frozenset(n for n in named if n not in live and n not in view.gone)
-        self.by_task = place(seats, job.tasks, job.backups, holdings, job.needs_device, keep)
+        self.by_task = place(seats, job.all_tasks, job.backups, holdings, job.needs_device, keep)

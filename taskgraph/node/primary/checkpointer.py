@@ -44,7 +44,7 @@ class Checkpointer:
     def __init__(self, node: NodeServices, primary: Primary) -> None:
         self._node = node
         self._primary = primary
-        self._collected = CheckpointCollector(node.job.tasks)
+        self._collected = CheckpointCollector(node.job.all_tasks)
         self._wake = asyncio.Event()
         self._failed: dict[str, int] = {}  # last failures -> the checkpoint's epoch at which each was emitted
         self._cleaned = False  # True once files of earlier runs are removed

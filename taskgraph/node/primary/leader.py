@@ -84,7 +84,7 @@ class LeaderRole:
         self._node = node
         self._primary = primary
         self._ahead = node.settings.epochs_ahead
-        self._leader = Leader(node.job.tasks, node.job.epochs, ahead=self._ahead)
+        self._leader = Leader(node.job.all_tasks, node.job.epochs, ahead=self._ahead)
         self._wake = asyncio.Event()
         self._rows_came = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
@@ -178,7 +178,7 @@ class LeaderRole:
         if epoch >= at.epoch:
             return self._leader.keep_numbers(epoch, own)
         numbers = {task: report.previous or {} for task, report in self._leader.reports().items()} | {0: own}
-        if at != stamp or len(numbers) < self._node.job.tasks:
+        if at != stamp or len(numbers) < self._node.job.all_tasks:
             return None
         log.add(epoch, numbers)
         return log.of(epoch)
@@ -366,9 +366,9 @@ class LeaderRole:
         node, base = self._node, view.epoch.record.base if view.epoch is not None else 0
         if base in committed:
             holders = {name_of(p.record.node) for p in view.primaries.values()}
-            replicas = sum(len(view.in_sync(t)) for t in range(node.job.tasks))
+            replicas = sum(len(view.in_sync(t)) for t in range(node.job.all_tasks))
             began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
-            text = f"{began}: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
+            text = f"{began}: {node.job.all_tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
             node.events.emit("began", text, epoch=base)  # before the other events
         for epoch, rows in committed.items():
             fields: dict[str, float] = {}
