@@ -1,0 +1,323 @@
+"""The ledger of a work queue: which pieces are open, dealt, done and set aside.
+
+A queue has `pieces` pieces and some passes. In each pass every piece is counted exactly once: it is done, or it is set
+aside. The states of a piece in a pass:
+
+              deal, claim                count
+    open ───────────────────► dealt ───────────────► done
+      ▲                         │
+      ├──── lose, give_back ────┤
+      └──── fail ───────────────┴──── fail ─────────► set aside
+            (below the cap)          (at the cap)
+
+1. Only a holder to whom the piece is dealt at the moment can count or fail it. All other results are late: they are
+   dropped. So a piece is counted once, in whatever order results, errors and losses come.
+2. The loss of a holder opens its pieces at once. Only errors count as attempts.
+3. Pieces that came back are dealt first, in the order of the pass.
+4. Pass e + 1 opens when every piece of pass e is done or set aside. With `overlap` it opens when pass e has no open
+   piece left; at most two passes are open at a time. A piece set aside in one pass is tried again in the next.
+5. If nothing is open, a piece that was dealt more than `straggler` times the median duration ago is dealt to a further
+   holder. The first result counts, and the other one is late.
+
+A pass deals its pieces in a fixed order, by *place*. All places before the *cursor* have been dealt, so those that are
+neither dealt, open again nor set aside are done. Nothing else is kept for a piece that is done: the state is as large
+as what is under way, whatever the number of pieces.
+
+The ledger has no clock and draws nothing. Equal events give equal ledgers, on all nodes. The caller's duties: pass all
+events in one order; read a clock that only grows and is the same for all who feed this ledger; keep the results of
+pieces in the same decision that counts them; choose how many pieces to deal at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+from taskgraph.protocol.passes import Options, Pass, PassCounts, Ticket, piece_order
+
+__all__ = ["Aside", "Ledger", "PassCounts", "Slow", "Ticket", "Verdict", "piece_order"]
+
+_DURATIONS: Final = 64
+"""The median is that of the newest durations: pieces may become slower or faster in the course of a run."""
+_KEPT_ERRORS: Final = 1000
+"""Pieces set aside that are listed by name; further ones are only counted."""
+_ERROR_CHARACTERS: Final = 4000
+_ENDED_PASSES: Final = 16
+"""Passes that ended and are still shown."""
+
+
+class Verdict(StrEnum):
+    """What follows from an error in a piece."""
+
+    AGAIN = "again"
+    SET_ASIDE = "set aside"
+    FAIL_JOB = "fail the job"
+    LATE = "late"
+    """The piece is no longer the holder's: nothing follows."""
+
+
+class Slow(NamedTuple):
+    """A piece that takes longer than `straggler` times the median, with its newest holder."""
+
+    pass_number: int
+    piece: int
+    holder: str
+    seconds: float
+
+
+class Aside(NamedTuple):
+    """A piece that was set aside, who had it last, and the traceback."""
+
+    pass_number: int
+    piece: int
+    holder: str
+    text: str
+
+
+class Ledger:
+    """What has become of each piece of a queue. See the module for states and rules.
+
+    Args:
+        pieces: how many there are in a pass.
+        passes: how many passes; None: endless.
+        seed: of the order, if it is shuffled.
+        shuffle: each pass has an order of its own.
+        overlap: the next pass opens as soon as this one has no open piece.
+        attempts: so many errors in one piece are too many.
+        on_error: "fail" or "set aside": what happens after too many errors.
+        straggler: see rule 5; 0: no piece is dealt twice.
+
+    Raises:
+        JobError: an argument is out of its range; the message says which.
+    """
+
+    __slots__ = ("_aside", "_durations", "_ended", "_next_pass", "_open", "_options", "_set_aside", "done", "rows")
+
+    def __init__(
+        self,
+        pieces: int,
+        *,
+        passes: int | None = 1,
+        seed: int = 0,
+        shuffle: bool = False,
+        overlap: bool = False,
+        attempts: int = 3,
+        on_error: str = "fail",
+        straggler: float = 3.0,
+    ) -> None:
+        self._options = Options(pieces, passes, seed, shuffle, overlap, attempts, on_error, straggler)
+        self._options.check()
+        self._next_pass = 0
+        self._open: list[Pass] = []
+        self._ended: deque[PassCounts] = deque(maxlen=_ENDED_PASSES)
+        self._durations: deque[float] = deque(maxlen=_DURATIONS)
+        self._aside: list[Aside] = []
+        self._set_aside = 0
+        self.done = 0
+        """Pieces done, in all passes."""
+        self.rows = 0
+        """Rows of these pieces."""
+        self._open_passes()
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def deal(self, holder: str, most: int, now: float) -> list[Ticket]:
+        """Deals up to `most` pieces to a holder: open ones, else one that takes too long elsewhere."""
+        dealt: list[Ticket] = []
+        while len(dealt) < most:
+            current = next((one for one in self._open if one.open), None)
+            if current is None:
+                break
+            dealt += current.deal(holder, most - len(dealt), now)
+            self._open_passes()
+        if not dealt and most > 0 and (slow := self._slowest(holder, now)) is not None:
+            at, piece = slow
+            at.dealt[piece].holders[holder] = now
+            dealt.append(at.ticket(piece))
+        return dealt
+
+    def claim(self, holder: str, pass_number: int, pieces: Collection[int], now: float) -> list[Ticket]:
+        """Deals those of these pieces that are open: the holder has their results already."""
+        at = self._pass(pass_number)
+        claimed = at.claim(holder, pieces, now) if at else []
+        self._open_passes()
+        return claimed
+
+    def count(self, holder: str, ticket: Ticket, now: float, rows: int = 0) -> bool:
+        """The holder has done a piece. Returns False if the result is late: drop it."""
+        at = self._pass(ticket.pass_number)
+        dealing = at.dealt.get(ticket.piece) if at else None
+        if at is None or dealing is None or holder not in dealing.holders:
+            return False
+        self._durations.append(now - dealing.holders[holder])
+        del at.dealt[ticket.piece]
+        at.rows += rows
+        self.done += 1
+        self.rows += rows
+        self._end_passes()
+        return True
+
+    def fail(self, holder: str, ticket: Ticket, text: str) -> Verdict:
+        """User code has raised in a piece. Returns what follows.
+
+        Args:
+            text: the traceback.
+        """
+        at = self._pass(ticket.pass_number)
+        dealing = at.dealt.get(ticket.piece) if at else None
+        if at is None or dealing is None or holder not in dealing.holders:
+            return Verdict.LATE
+        errors = at.errors[ticket.piece] = at.errors.get(ticket.piece, 0) + 1
+        if errors < self._options.attempts:
+            at.give_back(holder, ticket.piece)
+            return Verdict.AGAIN
+        if self._options.on_error == "fail":
+            at.give_back(holder, ticket.piece)
+            return Verdict.FAIL_JOB
+        at.aside.add(at.dealt.pop(ticket.piece).place)
+        self._set_aside += 1
+        if len(self._aside) < _KEPT_ERRORS:
+            self._aside.append(Aside(ticket.pass_number, ticket.piece, holder, text[-_ERROR_CHARACTERS:]))
+        self._end_passes()
+        return Verdict.SET_ASIDE
+
+    def give_back(self, holder: str, tickets: Iterable[Ticket]) -> None:
+        """The holder has not computed these pieces: they are open again."""
+        for ticket in tickets:
+            if (at := self._pass(ticket.pass_number)) is not None:
+                at.give_back(holder, ticket.piece)
+
+    def lose(self, holder: str) -> None:
+        """The holder is lost: its pieces are open again, unless another one has them, too."""
+        for at in self._open:
+            for piece in [piece for piece, dealing in at.dealt.items() if holder in dealing.holders]:
+                at.give_back(holder, piece)
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """True once each piece of each pass is done or set aside."""
+        return not self._open
+
+    @property
+    def left(self) -> int:
+        """Pieces that are neither done nor set aside: of the open passes only if passes are endless."""
+        under_way = sum(one.open + len(one.dealt) for one in self._open)
+        passes = self._options.passes
+        return under_way + (0 if passes is None else (passes - self._next_pass) * self._options.pieces)
+
+    @property
+    def pieces(self) -> int:
+        return self._options.pieces
+
+    @property
+    def typical_s(self) -> float | None:
+        """The median of the newest durations, from dealing to counting; None before the first one."""
+        return sorted(self._durations)[len(self._durations) // 2] if self._durations else None
+
+    @property
+    def set_aside(self) -> tuple[Aside, ...]:
+        """The pieces set aside, in this order; the first thousand of them. `counts` has how many there are."""
+        return tuple(self._aside)
+
+    @property
+    def set_aside_count(self) -> int:
+        return self._set_aside
+
+    def counts(self) -> list[PassCounts]:
+        """Returns the counts of the passes that have begun, in order; of passes that ended, the last 16."""
+        return [*self._ended, *(one.counts() for one in self._open)]
+
+    def dealt(self) -> dict[str, list[Ticket]]:
+        """Returns the pieces that each holder has."""
+        found: dict[str, list[Ticket]] = {}
+        for at in self._open:
+            for piece, dealing in at.dealt.items():
+                for holder in dealing.holders:
+                    found.setdefault(holder, []).append(at.ticket(piece))
+        return found
+
+    def slow(self, now: float) -> list[Slow]:
+        """Returns the pieces that take too long, the longest first."""
+        limit = self._limit()
+        if limit is None:
+            return []
+        found: list[Slow] = []
+        for at in self._open:
+            for piece, dealing in at.dealt.items():
+                holder, since = max(dealing.holders.items(), key=lambda held: (held[1], held[0]))
+                if now - since > limit:
+                    found.append(Slow(at.number, piece, holder, now - since))
+        return sorted(found, key=lambda one: (-one.seconds, one.pass_number, one.piece))
+
+    # -- as a value -------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns the ledger as a value that travels; as large as what is under way."""
+        return {
+            "options": list(self._options),
+            "next_pass": self._next_pass,
+            "open": [one.state() for one in self._open],
+            "ended": [list(counts) for counts in self._ended],
+            "durations": list(self._durations),
+            "aside": [list(one) for one in self._aside],
+            "counted": [self.done, self.rows, self._set_aside],
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Ledger:
+        """Makes the ledger whose `state` this was."""
+        made = cls(0)
+        made._options = Options(*state["options"])
+        made._next_pass = state["next_pass"]
+        made._open = [Pass.of(made._options, one) for one in state["open"]]
+        made._ended.extend(PassCounts(*counts) for counts in state["ended"])
+        made._durations.extend(state["durations"])
+        made._aside = [Aside(*one) for one in state["aside"]]
+        made.done, made.rows, made._set_aside = state["counted"]
+        return made
+
+    # -- passes -----------------------------------------------------------------------------------
+
+    def _pass(self, number: int) -> Pass | None:
+        return next((one for one in self._open if one.number == number), None)
+
+    def _open_passes(self) -> None:
+        """Opens the next pass if it is due."""
+        options = self._options
+        if not options.pieces or (options.passes is not None and self._next_pass >= options.passes):
+            return
+        if not self._open or (options.overlap and len(self._open) == 1 and not self._open[0].open):
+            self._open.append(Pass(options, self._next_pass))
+            self._next_pass += 1
+
+    def _end_passes(self) -> None:
+        """Ends the passes that are over, the oldest first."""
+        while self._open and not self._open[0].open and not self._open[0].dealt:
+            self._ended.append(self._open.pop(0).counts())
+            self._open_passes()
+
+    # -- stragglers -------------------------------------------------------------------------------
+
+    def _limit(self) -> float | None:
+        typical = self.typical_s
+        return None if typical is None or not self._options.straggler else typical * self._options.straggler
+
+    def _slowest(self, holder: str, now: float) -> tuple[Pass, int] | None:
+        """Returns the piece that takes too long and was dealt first, among those that this holder does not have."""
+        limit = self._limit()
+        if limit is None:
+            return None
+        late = [
+            (since, at.number, dealing.place, piece, at)
+            for at in self._open
+            for piece, dealing in at.dealt.items()
+            if holder not in dealing.holders and now - (since := max(dealing.holders.values())) > limit
+        ]
+        if not late:
+            return None
+        *_, piece, at = min(late, key=lambda one: one[:3])
+        return at, piece
