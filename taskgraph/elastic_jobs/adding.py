@@ -7,25 +7,17 @@ sums are in the transport's memory, so that other processes of the host read the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import xxhash
 
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Finished", "Merging", "Outgoing", "Total", "add_up", "chained"]
-
-
-def add_up(held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = None) -> Sums:
-    """Returns the sum of a span, along the tree, in the memory of a sum that was not sent, or in new memory."""
-    if span in held:
-        return held[span]
-    first, second = halves(span)
-    return add_up(held, first, allocate).add(add_up(held, second, allocate), allocate)
+__all__ = ["Finished", "Merging", "Outgoing", "Total", "chained"]
 
 
 def chained(tag: bytes, total: Sums) -> bytes:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.elastic_jobs.adding import Finished, Outgoing, Total, add_up
+from taskgraph.elastic_jobs.adding import Finished, Outgoing, Total
 from taskgraph.elastic_jobs.slices import Slices, encode_slices
-from taskgraph.elastic_jobs.sums import Sums, decode_sums, encode_sums
+from taskgraph.graph.sums import Sums, add_up, decode_sums, encode_sums
 from taskgraph.protocol.elastic.actions import Contribution, SumTogether
 from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.tree import Span, halves

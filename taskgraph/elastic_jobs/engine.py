@@ -19,8 +19,8 @@ from taskgraph.elastic_jobs.adding import Finished, Total
 from taskgraph.elastic_jobs.contributions import Contributions
 from taskgraph.elastic_jobs.inbox import Inbox
 from taskgraph.elastic_jobs.outbox import Outboxes
-from taskgraph.elastic_jobs.sums import Sums, encode_sums
 from taskgraph.elastic_jobs.totals import KeptTotals
+from taskgraph.graph.sums import Sums, encode_sums
 from taskgraph.protocol.elastic import actions
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Phase, Worker

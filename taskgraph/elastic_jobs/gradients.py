@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from taskgraph.elastic_jobs.layouts import Layout, empty_array
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError
 from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.sum_layouts import Layout, empty_array
+from taskgraph.graph.sums import Sums
 
 __all__ = ["Gradients"]
 

@@ -22,8 +22,8 @@ from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import check_parameters, digests, load
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError, ViewChanged
+from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import decode, encode
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.elastic_jobs.adding import Total
 from taskgraph.elastic_jobs.contributions import Contributions
-from taskgraph.elastic_jobs.sums import decode_sums
+from taskgraph.graph.sums import decode_sums
 from taskgraph.protocol.elastic.flush import Report
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import Entry, View

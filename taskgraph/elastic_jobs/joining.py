@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
-from taskgraph.elastic_jobs.sums import decode_sums
 from taskgraph.errors import Refused, TransportError
+from taskgraph.graph.sums import decode_sums
 from taskgraph.protocol.elastic import transactions
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.messages import CopyState, FollowTotals, Reply, StateCopy, TotalsPage

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.elastic_jobs.layouts import Layout, difference
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import leaves
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError
+from taskgraph.graph.sum_layouts import Layout, difference
+from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import encode
 
 if TYPE_CHECKING:

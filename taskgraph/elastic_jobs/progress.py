@@ -17,8 +17,8 @@ from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import Turn, derived_seed, seed_generators
 from taskgraph.elastic_jobs.sharing import check_shared
 from taskgraph.elastic_jobs.state import capture, check_names, leaves, writable
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError
+from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import decode, encode
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from taskgraph.elastic_jobs.sums import encode_sums
+from taskgraph.graph.sums import encode_sums
 from taskgraph.protocol.messages import (
     Accepted,
     Call,

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.elastic_jobs.adding import Total, add_up
-from taskgraph.elastic_jobs.sums import Sums, encode_sums, joined
+from taskgraph.elastic_jobs.adding import Total
 from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.sums import Sums, add_up, encode_sums, joined
 from taskgraph.protocol.elastic.actions import SumTogether
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.messages import Encoded, SliceSum

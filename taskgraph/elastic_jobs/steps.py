@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.data import Data
     from taskgraph.elastic_jobs.gradients import Gradients
     from taskgraph.elastic_jobs.rows import Rows
-    from taskgraph.elastic_jobs.sums import Sums
     from taskgraph.elastic_jobs.tracing import Mark
+    from taskgraph.graph.sums import Sums
 
 __all__ = ["FEW_STEPS", "UNCHANGED", "Step", "StepOptions", "Steps"]
 

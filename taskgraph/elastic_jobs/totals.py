@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from taskgraph.elastic_jobs.adding import Total
-from taskgraph.elastic_jobs.sums import Sums
+from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic.worker import Worker
 
 __all__ = ["KeptTotals"]

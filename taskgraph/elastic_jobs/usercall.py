@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 from taskgraph.elastic_jobs.adding import Finished, Merging, chained
 from taskgraph.elastic_jobs.engine import Summed
 from taskgraph.elastic_jobs.room import Room
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import JobError
 from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.sums import Sums
 from taskgraph.protocol.messages import Encoded, FirstPart, StateCopy, StateDigests
 from taskgraph.protocol.records import name_of
 

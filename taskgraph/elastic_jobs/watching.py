@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.parts import Part, Place
     from taskgraph.elastic_jobs.rows import Rows
-    from taskgraph.elastic_jobs.sums import Sums
+    from taskgraph.graph.sums import Sums
     from taskgraph.protocol.messages import Encoded
 
 __all__ = ["Watch"]

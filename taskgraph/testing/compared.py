@@ -12,8 +12,8 @@ from typing import Any
 from taskgraph.elastic_jobs.adding import chained
 from taskgraph.elastic_jobs.parts import Part, Place
 from taskgraph.elastic_jobs.state import digests
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StateError, StepError
+from taskgraph.graph.sums import Sums
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.variables import digests_of
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from taskgraph.elastic_jobs.parts import Part, Place
 from taskgraph.elastic_jobs.rows import Rows
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StepError
+from taskgraph.graph.sums import Sums
 
 __all__ = ["MeansCheck"]
 

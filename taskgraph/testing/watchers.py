@@ -13,8 +13,8 @@ from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.elastic_jobs.run import Run
 from taskgraph.elastic_jobs.state import digests
 from taskgraph.elastic_jobs.steps import FEW_STEPS, UNCHANGED
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.errors import StateError, ValueNotEncodable
+from taskgraph.graph.sums import Sums
 from taskgraph.jobs import ElasticCall
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.compared import Comparison, Record, differing, value_digests

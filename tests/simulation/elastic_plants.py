@@ -22,10 +22,10 @@ from taskgraph.elastic_jobs.inbox import Inbox
 from taskgraph.elastic_jobs.outbox import Outbox
 from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.slices import Slices
-from taskgraph.elastic_jobs.sums import Sums
 from taskgraph.elastic_jobs.totals import KeptTotals
 from taskgraph.elastic_jobs.usercall import UserCall
 from taskgraph.elastic_jobs.view_changes import ViewChanger
+from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic import flush, transactions
 from taskgraph.protocol.elastic import worker as worker_module
 from taskgraph.protocol.elastic.actions import Stable

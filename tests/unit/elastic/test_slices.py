@@ -13,8 +13,8 @@ from elastic_cluster import pause, run_job
 import taskgraph as tg
 from taskgraph.elastic_jobs.job import elastic
 from taskgraph.elastic_jobs.slices import Slices, encode_slices
-from taskgraph.elastic_jobs.sums import Sums, decode_sums, joined
 from taskgraph.graph.blocks import Block, block_behind
+from taskgraph.graph.sums import Sums, decode_sums, joined
 
 
 @elastic

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from elastic_cluster import SCENARIOS, Body, run_body
 
-from taskgraph.elastic_jobs.layouts import difference
-from taskgraph.elastic_jobs.sums import Sums, decode_sums, encode_sums
 from taskgraph.errors import JobError, JobFailed, StateError, StepError
+from taskgraph.graph.sum_layouts import difference
+from taskgraph.graph.sums import Sums, decode_sums, encode_sums
 from taskgraph.graph.values import decode, encode
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from taskgraph.elastic_jobs.adding import Total, chained
-from taskgraph.elastic_jobs.sums import Sums
+from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.view import JobView

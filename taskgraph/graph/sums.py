@@ -18,7 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.device.lookup import device_of
-from taskgraph.elastic_jobs.layouts import (
+from taskgraph.errors import JobError, StepError
+from taskgraph.graph.arrays import INLINE_BYTES
+from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.libraries import codec_of_library
+from taskgraph.graph.refusals import library_of
+from taskgraph.graph.sum_layouts import (
     NUMBERS,
     Layout,
     copied,
@@ -28,15 +33,11 @@ from taskgraph.elastic_jobs.layouts import (
     made_tree,
     read_only,
 )
-from taskgraph.errors import JobError, StepError
-from taskgraph.graph.arrays import INLINE_BYTES
-from taskgraph.graph.blocks import Allocate
-from taskgraph.graph.libraries import codec_of_library
-from taskgraph.graph.refusals import library_of
 from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Sums", "decode_sums", "encode_sums", "joined"]
+__all__ = ["Sums", "add_up", "decode_sums", "encode_sums", "joined"]
 
 _UNLIKE: Final = "x"
 
@@ -154,6 +155,14 @@ class Sums:
     def all_finite(self) -> bool:
         """True if no element is nan or infinite."""
         return all(_is_finite(array) for array in self.arrays)
+
+
+def add_up(held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = None) -> Sums:
+    """Returns the sum of a span, along the tree, in the memory of a sum that was not sent, or in new memory."""
+    if span in held:
+        return held[span]
+    first, second = halves(span)
+    return add_up(held, first, allocate).add(add_up(held, second, allocate), allocate)
 
 
 def joined(whole: Sums, slices: Sequence[Sums], allocate: Allocate | None = None) -> Sums:
