@@ -9,6 +9,7 @@ message what to do. Users read `str(error)`.
     │   ├── ValueNotEncodable   a value that cannot travel
     │   ├── StateError          state changed outside a sync point, forgotten by snapshot(), or unlike that of others
     │   ├── StepError           a step of an elastic job whose parts, rounds or calls do not fit
+    │   ├── TableError          ids, gradients or a call that do not fit a table
     │   ├── ViewChanged         an operation of `run.group()` is complete on no worker: try again
     │   ├── FingerprintMismatch a node runs another driver, or another version of it
     │   └── JobRunning          a job with that name is running already
@@ -52,6 +53,7 @@ __all__ = [
     "Refused",
     "StateError",
     "StepError",
+    "TableError",
     "TaskGraphError",
     "TransportError",
     "Unavailable",
@@ -144,6 +146,10 @@ class StateError(JobError):
 
 class StepError(JobError):
     """A step of an elastic job whose parts, rounds or calls do not fit: to each other, or on the workers."""
+
+
+class TableError(JobError):
+    """A table, or a pull or push, that does not fit: its ids, shapes or dtypes, or where it is called."""
 
 
 class ViewChanged(JobError):

@@ -1,0 +1,111 @@
+"""`Table`: what a job or an elastic run says of a table."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, Self, cast
+
+import numpy as np
+
+from taskgraph.errors import TableError
+from taskgraph.options import check_fields
+from taskgraph.tables.optimizers import OPTIMIZERS, Optimizer
+from taskgraph.tables.rows import INITS
+
+__all__ = ["Table"]
+
+_DTYPES = ("float32", "float64")
+_MOST_WIDTH = 1 << 20
+"""Numbers in a row: a mistyped width would use up the memory of every node."""
+_MOST_SERVERS = 1000
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of parameters: rows of `width` numbers by int64 id, changed by gradients.
+
+    Attributes:
+        width: numbers in a row.
+        init: first values: "normal" (mean 0, standard deviation `scale`), "uniform" (from -scale to scale) or "zeros".
+            They depend on the job's seed, the table's name and the row's id alone.
+        scale: see `init`.
+        optimizer: "sgd", "momentum" (0.9), "adagrad" or "adam" (0.9, 0.999), with the defaults of PyTorch.
+        lr: the learning rate at the beginning.
+        dtype: "float32" or "float64", of rows and gradients.
+        staleness: 0: a pull gives the rows as of the epoch's beginning. k: it lacks at most the last k pieces counted.
+        servers: over how many tasks the rows are spread; None: as many as the job has tasks, but 4 at most.
+        backups: replicas of each server beside its primary.
+        rows: the ids are 0 to rows - 1, as in a dense array; None: any int64 is an id.
+
+    Raises:
+        TableError: there is no such attribute, or a value does not fit; the message says which.
+    """
+
+    width: int
+    _: KW_ONLY
+    init: Literal["normal", "uniform", "zeros"] = "normal"
+    scale: float = 0.01
+    optimizer: Literal["sgd", "momentum", "adagrad", "adam"] = "sgd"
+    lr: float = 0.1
+    dtype: Literal["float32", "float64"] = "float32"
+    staleness: int = 0
+    servers: int | None = None
+    backups: int = 1
+    rows: int | None = None
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        check_fields(cls, given)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        self._check_int("width", 1, _MOST_WIDTH)
+        self._check_int("staleness", 0)
+        self._check_int("backups", 0, 1000)
+        if self.servers is not None:
+            self._check_int("servers", 1, _MOST_SERVERS)
+        if self.rows is not None:
+            self._check_int("rows", 1)
+        self._check_choice("init", INITS)
+        self._check_choice("optimizer", tuple(OPTIMIZERS))
+        self._check_choice("dtype", _DTYPES)
+        object.__setattr__(self, "scale", as_rate(self.scale, "Table(scale=...)"))
+        object.__setattr__(self, "lr", as_rate(self.lr, "Table(lr=...)"))
+
+    def _check_int(self, name: str, least: int, most: int | None = None) -> None:
+        value = getattr(self, name)
+        try:
+            number = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = -1
+        if number < least or (most is not None and number > most):
+            limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise TableError(f"Table({name}={value!r}): must be an int {limit}")
+        object.__setattr__(self, name, number)
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, str) or value not in choices:
+            raise TableError(f"Table({name}={value!r}): must be one of {', '.join(map(repr, choices))}")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of rows and gradients."""
+        return np.dtype(self.dtype)
+
+    @property
+    def rule(self) -> Optimizer:
+        """How rows are changed."""
+        return OPTIMIZERS[self.optimizer]
+
+
+def as_rate(value: Any, what: str) -> float:
+    """Returns a finite number as a float. Raises TableError."""
+    try:
+        number = float(cast(float, value))
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or isinstance(value, str):
+        raise TableError(f"{what} must be a finite number, not {value!r}")
+    return number

@@ -1,0 +1,213 @@
+"""`Store`: the rows of one server, as a log of segments that never change.
+
+A segment has the rows that one push changed: their ids (ascending, each once), their values, and their slots. The
+newest segment with an id has its row. So a snapshot is the list of segments, without a copy, and a backup that has the
+segments of the snapshot before needs the new ones only.
+
+Segments are merged now and then, by a rule that depends on their sizes alone, so all replays make the same segments:
+
+1. If the log has more than twice the rows that live, all segments become one.
+2. If the last 16 segments are of about the same size (within a factor of 16), they become one.
+
+So the log is at most twice as large as the rows, has some 16 segments for each factor of 16 in size, and a changed row
+is written three times on average, one of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.errors import CheckpointError
+from taskgraph.tables.merging import server_of, summed
+from taskgraph.tables.options import Table
+from taskgraph.tables.rows import Ids, first_rows
+
+__all__ = ["Segment", "Store", "select"]
+
+Array = NDArray[Any]
+Segment = Mapping[str, Array]
+"""Arrays by name: "ids" of shape (n,), "rows" of shape (n, width), and the optimizer's slots."""
+
+_LEVEL_BITS = 4
+_FANOUT = 1 << _LEVEL_BITS
+"""Segments of about one size before they are merged. More: fewer rows are written again, and a pull looks into more."""
+_SMALLEST = 64
+"""Rows: smaller segments count as being of this size. Each costs a pull some microseconds, whatever its size."""
+
+
+class Store:
+    """The rows that somebody has pushed to; others are made when they are pulled, and not kept."""
+
+    def __init__(self, table: Table, seed: int, segments: Iterable[Segment] = ()) -> None:
+        """Takes the segments of another store, in their order.
+
+        Args:
+            seed: the table's, see `rows.table_seed`.
+
+        Raises:
+            CheckpointError: the segments are of a table with another width, dtype or optimizer.
+        """
+        self.table = table
+        self.seed = seed
+        self._segments: list[Segment] = []
+        self._ids: Ids = np.zeros(0, np.int64)
+        """All ids of the store, ascending."""
+        self._segment_of: Ids = np.zeros(0, np.int64)
+        self._offset: Ids = np.zeros(0, np.int64)
+        """Where the row of each of `_ids` is: the number of the segment, and the place in it."""
+        for segment in segments:
+            self._check(segment)
+            self._append(segment)
+
+    def __len__(self) -> int:
+        """Returns the number of rows that somebody has pushed to."""
+        return len(self._ids)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The log, oldest first. Its arrays are read-only, and never change."""
+        return tuple(self._segments)
+
+    def pull(self, ids: Ids) -> Array:
+        """Returns the rows of ids, of shape (n, width), in the order given; an id may be there more than once."""
+        return self._gather(ids, ("rows",))["rows"]
+
+    def push(self, ids: Ids, gradients: Array, lr: float) -> None:
+        """Changes rows by the optimizer, each once, from the sum of its gradients in the order given.
+
+        Args:
+            ids: of shape (n,), with duplicates.
+            gradients: of shape (n, width), of the table's dtype.
+            lr: the learning rate.
+        """
+        if not len(ids):
+            return
+        unique, sums = summed(ids, gradients)
+        before = self._gather(unique, ("rows", *self.table.rule.slots))
+        rows, slots = self.table.rule.change(before["rows"], before, sums, lr)
+        self._append({"ids": unique, "rows": rows, **slots})
+        self._compact()
+
+    def live(self) -> Segment:
+        """Returns all rows of the store as one segment, ids ascending."""
+        return self._merged(0)
+
+    def _append(self, segment: Segment) -> None:
+        self._point_to(segment, len(self._segments))
+        self._segments.append(_read_only(segment))
+
+    def _point_to(self, segment: Segment, number: int) -> None:
+        """Makes the index point to a segment for all ids that are in it."""
+        ids = segment["ids"]
+        place, known = self._find(ids)
+        if not known.all():
+            added = place[~known]
+            self._ids = np.insert(self._ids, added, ids[~known])
+            self._segment_of = np.insert(self._segment_of, added, 0)
+            self._offset = np.insert(self._offset, added, 0)
+            place = np.searchsorted(self._ids, ids)
+        self._segment_of[place] = number
+        self._offset[place] = np.arange(len(ids))
+
+    def _find(self, ids: Ids) -> tuple[Ids, NDArray[np.bool_]]:
+        """Returns where ids are in the index, or would be inserted, and which are there."""
+        place = np.searchsorted(self._ids, ids)
+        if not len(self._ids):
+            return place, np.zeros(len(ids), np.bool_)
+        return place, self._ids[np.minimum(place, len(self._ids) - 1)] == ids
+
+    def _gather(self, ids: Ids, names: Sequence[str]) -> dict[str, Array]:
+        """Returns copies of arrays of the rows of ids; rows that nobody has pushed to are made."""
+        table = self.table
+        place, known = self._find(ids)
+        found = {name: np.empty(self._shape(name, len(ids)), self._dtype(name)) for name in names}
+        where = self._segment_of[place[known]]
+        offset = self._offset[place[known]]
+        targets = np.flatnonzero(known)
+        for number in np.unique(where):
+            here = where == number
+            for name in names:
+                found[name][targets[here]] = self._segments[number][name][offset[here]]
+        new = np.flatnonzero(~known)
+        if len(new):
+            first = {
+                "rows": first_rows(
+                    ids[new],
+                    table.width,
+                    seed=self.seed,
+                    init=table.init,
+                    scale=table.scale,
+                    dtype=table.numpy_dtype,
+                ),
+                **table.rule.first_slots(len(new), table.width, table.numpy_dtype),
+            }
+            for name in names:
+                found[name][new] = first[name]
+        return found
+
+    def _merged(self, begin: int) -> Segment:
+        """Returns the segments from `begin` on as one, with the newest row of each id."""
+        segments = self._segments[begin:]
+        names = ("rows", *self.table.rule.slots)
+        if not segments:
+            none: Ids = np.zeros(0, np.int64)
+            return {"ids": none, **self._gather(none, names)}
+        ids = np.unique(np.concatenate([segment["ids"] for segment in segments]))
+        # The newest segment with an id is one of these, so the index points into them.
+        return {"ids": ids, **self._gather(ids, names)}
+
+    def _compact(self) -> None:
+        while (begin := _first_to_merge([len(one["ids"]) for one in self._segments], len(self._ids))) is not None:
+            merged = self._merged(begin)
+            del self._segments[begin:]
+            self._append(merged)
+
+    def _shape(self, name: str, count: int) -> tuple[int, ...]:
+        return (count,) if name == "steps" else (count, self.table.width)
+
+    def _dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(np.int64) if name == "steps" else self.table.numpy_dtype
+
+    def _check(self, segment: Segment) -> None:
+        names = ("rows", *self.table.rule.slots)
+        if sorted(segment) != sorted(("ids", *names)):
+            raise CheckpointError(
+                f"the table's rows have {', '.join(sorted(segment))}, and optimizer {self.table.optimizer!r} needs "
+                f"{', '.join(('ids', *names))}: use the optimizer that they were made with"
+            )
+        for name in names:
+            shape, dtype = self._shape(name, len(segment["ids"])), self._dtype(name)
+            if segment[name].shape != shape or segment[name].dtype != dtype:
+                raise CheckpointError(
+                    f"the table's {name} have shape {segment[name].shape} and dtype {segment[name].dtype}, but the "
+                    f"job's table needs {shape} and {dtype}: use the width and dtype that they were made with"
+                )
+
+
+def _first_to_merge(sizes: Sequence[int], live: int) -> int | None:
+    """Returns the number of the segment from which on all become one; None: nothing is to be merged."""
+    if len(sizes) > 1 and sum(sizes) > 2 * live:
+        return 0
+    if len(sizes) < _FANOUT:
+        return None
+    levels = [(max(size // _SMALLEST, 1).bit_length() - 1) // _LEVEL_BITS for size in sizes]
+    begin = len(sizes)
+    while begin and levels[begin - 1] <= levels[-1]:
+        begin -= 1
+    return begin if len(sizes) - begin >= _FANOUT else None
+
+
+def _read_only(segment: Segment) -> Segment:
+    for array in segment.values():
+        array.flags.writeable = False
+    return segment
+
+
+def select(segment: Segment, server: int, servers: int) -> Segment:
+    """Returns the rows of a segment that belong to one of the servers."""
+    mine = server_of(segment["ids"], servers) == server
+    return {name: array[mine] for name, array in segment.items()}
