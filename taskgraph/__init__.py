@@ -64,6 +64,10 @@ if TYPE_CHECKING:
     from taskgraph.results import EpochReport, JobResult
     from taskgraph.settings import Settings
     from taskgraph.shape import handles, stateless
+    from taskgraph.sources.delimited import csv
+    from taskgraph.sources.locations import files
+    from taskgraph.sources.parquet import parquet
+    from taskgraph.sources.text import lines
     from taskgraph.task import BecameBackup, BecamePrimary, Event, NeighborFailed, NeighborRestarted, Task, shard
     from taskgraph.topology import Topology, bipartite, edges, full, grid, inverse, ring, star, tree
 
@@ -119,15 +123,19 @@ __all__ = [
     "arun",
     "bipartite",
     "codec",
+    "csv",
     "edges",
     "elastic",
+    "files",
     "full",
     "grid",
     "handles",
     "inverse",
     "job",
+    "lines",
     "main",
     "message",
+    "parquet",
     "result",
     "ring",
     "run",
@@ -153,6 +161,10 @@ _MODULES = {
     "results": ("EpochReport", "JobResult"),
     "settings": ("Settings",),
     "shape": ("handles", "stateless"),
+    "sources.delimited": ("csv",),
+    "sources.locations": ("files",),
+    "sources.parquet": ("parquet",),
+    "sources.text": ("lines",),
     "task": ("BecameBackup", "BecamePrimary", "Event", "NeighborFailed", "NeighborRestarted", "Task", "shard"),
     "topology": ("Topology", "bipartite", "edges", "full", "grid", "inverse", "ring", "star", "tree"),
 }
