@@ -3,12 +3,14 @@
 A queue has `pieces` pieces and some passes. In each pass every piece is counted exactly once: it is done, or it is set
 aside. The states of a piece in a pass:
 
-              deal, claim                count
-    open ───────────────────► dealt ───────────────► done
-      ▲                         │
-      ├──── lose, give_back ────┤
-      └──── fail ───────────────┴──── fail ─────────► set aside
+              deal, claim          finish             count
+    open ───────────────────► dealt ─────► finished ─────────► done
+      ▲                         │             │      (or at once)
+      ├──── lose, give_back ────┼──── lose ───┘
+      └──── fail ───────────────┴──── fail, put_aside ───────► set aside
             (below the cap)          (at the cap)
+
+`finished` is for holders that keep a result until others have it: if the holder is lost, so is the result.
 
 1. Only a holder to whom the piece is dealt at the moment can count or fail it. All other results are late: they are
    dropped. So a piece is counted once, in whatever order results, errors and losses come.
@@ -139,7 +141,7 @@ class Ledger:
         return dealt
 
     def claim(self, holder: str, pass_number: int, pieces: Collection[int], now: float) -> list[Ticket]:
-        """Deals those of these pieces that are open: the holder has their results already."""
+        """Deals those of these pieces that are not finished: the holder has their results already."""
         at = self._pass(pass_number)
         claimed = at.claim(holder, pieces, now) if at else []
         self._open_passes()
@@ -151,7 +153,9 @@ class Ledger:
         dealing = at.dealt.get(ticket.piece) if at else None
         if at is None or dealing is None or holder not in dealing.holders:
             return False
-        self._durations.append(now - dealing.holders[holder])
+        if not dealing.finished:
+            self._durations.append(now - dealing.holders[holder])
+        at.finished -= dealing.finished
         del at.dealt[ticket.piece]
         at.rows += rows
         self.done += 1
@@ -159,15 +163,35 @@ class Ledger:
         self._end_passes()
         return True
 
-    def fail(self, holder: str, ticket: Ticket, text: str) -> Verdict:
-        """User code has raised in a piece. Returns what follows.
+    def finish(self, holder: str, ticket: Ticket, now: float) -> bool:
+        """The holder has computed a piece, and keeps the result. No other holder gets the piece while it does.
 
-        Args:
-            text: the traceback.
+        Returns False if the result is late: drop it.
         """
         at = self._pass(ticket.pass_number)
         dealing = at.dealt.get(ticket.piece) if at else None
         if at is None or dealing is None or holder not in dealing.holders:
+            return False
+        if not dealing.finished:
+            self._durations.append(now - dealing.holders[holder])
+            dealing.holders = {holder: dealing.holders[holder]}
+            dealing.finished = True
+            at.finished += 1
+        return True
+
+    def fail(self, holder: str, ticket: Ticket, text: str) -> Verdict:
+        """User code has raised in a piece. Returns what follows.
+
+        Args:
+            ticket: as it was dealt: the same error twice counts once.
+            text: the traceback.
+        """
+        at = self._pass(ticket.pass_number)
+        dealing = at.dealt.get(ticket.piece) if at else None
+        if at is None or dealing is None or holder not in dealing.holders or dealing.finished:
+            return Verdict.LATE
+        if ticket.attempt != at.errors.get(ticket.piece, 0):
+            at.give_back(holder, ticket.piece)
             return Verdict.LATE
         errors = at.errors[ticket.piece] = at.errors.get(ticket.piece, 0) + 1
         if errors < self._options.attempts:
@@ -176,12 +200,22 @@ class Ledger:
         if self._options.on_error == "fail":
             at.give_back(holder, ticket.piece)
             return Verdict.FAIL_JOB
+        self.put_aside(holder, ticket, text)
+        return Verdict.SET_ASIDE
+
+    def put_aside(self, holder: str, ticket: Ticket, text: str) -> bool:
+        """Sets a piece aside, as too many errors do. Returns False if the holder does not have it."""
+        at = self._pass(ticket.pass_number)
+        dealing = at.dealt.get(ticket.piece) if at else None
+        if at is None or dealing is None or holder not in dealing.holders:
+            return False
+        at.finished -= dealing.finished
         at.aside.add(at.dealt.pop(ticket.piece).place)
         self._set_aside += 1
         if len(self._aside) < _KEPT_ERRORS:
             self._aside.append(Aside(ticket.pass_number, ticket.piece, holder, text[-_ERROR_CHARACTERS:]))
         self._end_passes()
-        return Verdict.SET_ASIDE
+        return True
 
     def give_back(self, holder: str, tickets: Iterable[Ticket]) -> None:
         """The holder has not computed these pieces: they are open again."""
@@ -232,13 +266,40 @@ class Ledger:
         return [*self._ended, *(one.counts() for one in self._open)]
 
     def dealt(self) -> dict[str, list[Ticket]]:
-        """Returns the pieces that each holder has."""
+        """Returns the pieces that each holder has, finished or not."""
         found: dict[str, list[Ticket]] = {}
         for at in self._open:
             for piece, dealing in at.dealt.items():
                 for holder in dealing.holders:
                     found.setdefault(holder, []).append(at.ticket(piece))
         return found
+
+    def held(self, holder: str, *, finished: bool = False) -> list[Ticket]:
+        """Returns the pieces that a holder computes, or those that it has finished, in the order of dealing."""
+        return [
+            at.ticket(piece)
+            for at in self._open
+            for piece, dealing in at.dealt.items()
+            if holder in dealing.holders and dealing.finished is finished
+        ]
+
+    @property
+    def unfinished(self) -> int:
+        """Pieces of the open passes that are open, or that someone computes."""
+        return sum(one.open + len(one.dealt) - one.finished for one in self._open)
+
+    @property
+    def open(self) -> int:
+        """Pieces of the open passes that nobody has."""
+        return sum(one.open for one in self._open)
+
+    def next_late(self) -> float | None:
+        """Returns when the next piece will have taken too long; None: there is none."""
+        limit = self._limit()
+        since = [
+            max(dealing.holders.values()) for at in self._open for dealing in at.dealt.values() if not dealing.finished
+        ]
+        return None if limit is None or not since else min(since) + limit
 
     def slow(self, now: float) -> list[Slow]:
         """Returns the pieces that take too long, the longest first."""
@@ -248,6 +309,8 @@ class Ledger:
         found: list[Slow] = []
         for at in self._open:
             for piece, dealing in at.dealt.items():
+                if dealing.finished:
+                    continue
                 holder, since = max(dealing.holders.items(), key=lambda held: (held[1], held[0]))
                 if now - since > limit:
                     found.append(Slow(at.number, piece, holder, now - since))
@@ -315,7 +378,9 @@ class Ledger:
             (since, at.number, dealing.place, piece, at)
             for at in self._open
             for piece, dealing in at.dealt.items()
-            if holder not in dealing.holders and now - (since := max(dealing.holders.values())) > limit
+            if not dealing.finished
+            and holder not in dealing.holders
+            and now - (since := max(dealing.holders.values())) > limit
         ]
         if not late:
             return None

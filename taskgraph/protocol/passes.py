@@ -48,6 +48,7 @@ class Dealing:
 
     place: int
     holders: dict[str, float]
+    finished: bool = False
 
 
 class Options(NamedTuple):
@@ -82,18 +83,19 @@ class Pass:
         order: the pieces by place.
         cursor: all places before it have been dealt.
         again: a heap of the places before the cursor that are open again.
-        dealt: the pieces that are dealt, by number.
+        dealt: the pieces that are dealt or finished, by number.
+    finished: how many of them are finished.
         aside: places of the pieces that were set aside.
         errors: piece -> errors of user code so far.
     """
 
-    __slots__ = ("_places", "again", "aside", "cursor", "dealt", "errors", "number", "order", "rows")
+    __slots__ = ("_places", "again", "aside", "cursor", "dealt", "errors", "finished", "number", "order", "rows")
 
     def __init__(self, options: Options, number: int) -> None:
         self.number = number
         self.order = piece_order(options.pieces, number, options.seed, options.shuffle)
         self._places: dict[int, int] | None = None
-        self.cursor = self.rows = 0
+        self.cursor = self.rows = self.finished = 0
         self.again: list[int] = []
         self.dealt: dict[int, Dealing] = {}
         self.aside: set[int] = set()
@@ -129,8 +131,14 @@ class Pass:
         taken = places.intersection(self.again)
         self.again = sorted(set(self.again) - taken)  # sorted, so it is a heap
         for place in sorted(taken):
-            self.dealt[self.order[place]] = Dealing(place, {holder: now})
-        return [self.ticket(self.order[place]) for place in sorted(taken)]
+            self.dealt[self.order[place]] = Dealing(place, {})
+        claimed = []
+        for place in sorted(places):
+            piece = self.order[place]
+            if (dealing := self.dealt.get(piece)) is not None and not dealing.finished:
+                dealing.holders[holder] = now
+                claimed.append(self.ticket(piece))
+        return claimed
 
     def place(self, piece: int) -> int:
         """Returns the place of a piece in the order."""
@@ -145,6 +153,7 @@ class Pass:
         dealing = self.dealt.get(piece)
         if dealing is None or dealing.holders.pop(holder, None) is None or dealing.holders:
             return
+        self.finished -= dealing.finished
         del self.dealt[piece]
         heapq.heappush(self.again, dealing.place)
 
@@ -154,7 +163,7 @@ class Pass:
             "cursor": self.cursor,
             "rows": self.rows,
             "again": _ranges(self.again),
-            "dealt": [[piece, one.place, dict(one.holders)] for piece, one in self.dealt.items()],
+            "dealt": [[piece, one.place, dict(one.holders), one.finished] for piece, one in self.dealt.items()],
             "aside": _ranges(self.aside),
             "errors": [list(pair) for pair in self.errors.items()],
         }
@@ -164,7 +173,10 @@ class Pass:
         made = cls(options, state["number"])
         made.cursor, made.rows = state["cursor"], state["rows"]
         made.again = list(_places(state["again"]))  # sorted, so it is a heap
-        made.dealt = {piece: Dealing(place, dict(holders)) for piece, place, holders in state["dealt"]}
+        made.dealt = {
+            piece: Dealing(place, dict(holders), finished) for piece, place, holders, finished in state["dealt"]
+        }
+        made.finished = sum(one.finished for one in made.dealt.values())
         made.aside = set(_places(state["aside"]))
         made.errors = dict(state["errors"])
         return made

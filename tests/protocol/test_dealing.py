@@ -29,7 +29,7 @@ options = st.fixed_dictionaries(
 )
 events = st.lists(
     st.tuples(
-        st.sampled_from(["deal", "deal", "count", "count", "count", "fail", "lose", "back", "claim", "copy"]),
+        st.sampled_from(["deal", "deal", "count", "count", "count", "fail", "lose", "back", "claim", "copy", "finish"]),
         st.sampled_from(HOLDERS),
         st.integers(0, 11),
         st.integers(0, 5),
@@ -66,6 +66,9 @@ class Audit:
             ticket = mine.pop(which % len(mine))
             if kind == "count" and self.ledger.count(holder, ticket, self.now, rows=2):
                 self.counted[ticket[:2]] += 1
+            elif kind == "finish":
+                if self.ledger.finish(holder, ticket, self.now):
+                    mine.append(ticket)
             elif kind == "back":
                 self.ledger.give_back(holder, [ticket])
             elif kind == "fail":
@@ -222,10 +225,38 @@ def test_a_straggler_whose_copy_is_lost_stays_dealt() -> None:
     assert ledger.count("a", slow, 10)
 
 
+def test_a_finished_piece_is_no_straggler_and_is_open_again_when_its_holder_is_lost() -> None:
+    ledger = Ledger(2, straggler=1)
+    first, second = ledger.deal("a", 2, 0)
+    assert ledger.finish("a", first, 1)
+    assert ledger.unfinished == 1
+    assert ledger.held("a") == [second]
+    assert ledger.deal("b", 9, 5) == [second]
+    assert ledger.finish("b", second, 6)
+    assert not ledger.finish("a", second, 7), "the result of b is kept"
+    assert ledger.deal("c", 9, 99) == []
+    assert not ledger.over
+    ledger.lose("a")
+    assert ledger.deal("c", 9, 99) == [first]
+    assert ledger.count("c", first, 100)
+    assert ledger.count("b", second, 100)
+    assert ledger.over
+
+
+def test_a_claim_takes_a_piece_that_another_one_computes() -> None:
+    ledger = Ledger(2)
+    (dealt, _) = ledger.deal("a", 2, 0)
+    assert ledger.claim("b", 0, {0}, 1) == [dealt]
+    assert ledger.finish("b", dealt, 1)
+    assert not ledger.finish("a", dealt, 2)
+    assert ledger.claim("c", 0, {0}, 3) == []
+
+
 def test_claimed_pieces_are_not_dealt_again() -> None:
     ledger = Ledger(6)
     taken = ledger.claim("a", 0, {1, 4, 9}, 0)
     assert pieces(taken) == [(0, 1), (0, 4)]
+    assert all(ledger.finish("a", ticket, 0) for ticket in taken)
     assert ledger.claim("b", 0, {4}, 0) == []
     assert [ticket.piece for ticket in ledger.deal("b", 9, 0)] == [0, 2, 3, 5]
     assert all(ledger.count("a", ticket, 1) for ticket in taken)
