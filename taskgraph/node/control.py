@@ -482,6 +482,20 @@ def _status_reply(status: NodeStatus) -> pb.StatusReply:
             )
             for r in status.replicas
         ],
+        queues=[
+            pb.Queue(
+                name=q.name,
+                kind=q.kind,
+                pieces=q.pieces,
+                passes=-1 if q.passes is None else q.passes,
+                left=q.left,
+                set_aside=q.set_aside,
+                counts=[pb.Pass(**counts._asdict()) for counts in q.counts],
+                slow=[pb.SlowPiece(**slow._asdict()) for slow in q.slow],
+                rows_per_s=q.rows_per_s,
+            )
+            for q in status.queues
+        ],
     )
 
 

@@ -21,9 +21,11 @@ from taskgraph.network import rpc
 from taskgraph.network.tls import Tls
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.events import Event
+from taskgraph.observe.queues import QueueStatus
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.trace import clock
 from taskgraph.observe.usage import Usage
+from taskgraph.protocol.dealing import PassCounts, Slow
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.reach import host_of, unix_socket
 
@@ -190,6 +192,22 @@ class ControlClient:
                     in_sync=r.in_sync,
                 )
                 for r in reply.replicas
+            ),
+            queues=tuple(
+                QueueStatus(
+                    name=q.name,
+                    kind=q.kind,
+                    pieces=q.pieces,
+                    passes=None if q.passes < 0 else q.passes,
+                    left=q.left,
+                    set_aside=q.set_aside,
+                    counts=tuple(
+                        PassCounts(c.pass_number, c.done, c.dealt, c.open, c.set_aside, c.rows) for c in q.counts
+                    ),
+                    slow=tuple(Slow(s.pass_number, s.piece, s.holder, s.seconds) for s in q.slow),
+                    rows_per_s=q.rows_per_s,
+                )
+                for q in reply.queues
             ),
         )
 

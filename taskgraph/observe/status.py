@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from taskgraph.errors import PeerLost, first_lines
+from taskgraph.observe.queues import QueueStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.cycles import describe_waiter
 from taskgraph.protocol.messages import Encoded
@@ -55,6 +56,7 @@ class NodeStatus:
     Attributes:
         stamp: (attempt, epoch), read from etcd at `revision`; of a worker of an elastic job: (attempt, step at work).
         waits: what the node itself, and the leader on it, wait for.
+        queues: the queues and maps whose pieces this node deals.
     """
 
     node: str
@@ -69,6 +71,7 @@ class NodeStatus:
     replicas: tuple[ReplicaStatus, ...]
     waits: tuple[str, ...]
     usage: Usage
+    queues: tuple[QueueStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,13 @@ class Ledger:
 
     @property
     def pieces(self) -> int:
+        """How many pieces there are in a pass."""
         return self._options.pieces
+
+    @property
+    def passes(self) -> int | None:
+        """How many passes there are; None: endless ones."""
+        return self._options.passes
 
     @property
     def typical_s(self) -> float | None:

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ataskgraph/v1/control.proto\x12\x0ctaskgraph.v1\"\x0f\n\rStatusRequest\"\x8b\x01\n\x07Replica\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x03\x12\x10\n\x08\x62oundary\x18\x04 \x01(\x03\x12\x11\n\tprocessor\x18\x05 \x01(\t\x12\x11\n\trunning_s\x18\x06 \x01(\x01\x12\r\n\x05waits\x18\x07 \x03(\t\x12\x0f\n\x07in_sync\x18\x08 \x01(\x03\"\xaa\x02\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0e\n\x06paused\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\x03\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\x12\x10\n\x08revision\x18\t \x01(\x03\x12\x0e\n\x06leader\x18\n \x01(\x08\x12\'\n\x08replicas\x18\x0b \x03(\x0b\x32\x15.taskgraph.v1.Replica\x12\r\n\x05waits\x18\x0c \x03(\t\x12\x14\n\x0cmemory_bytes\x18\r \x01(\x03\x12\r\n\x05\x66iles\x18\x0e \x01(\x03\x12\x0f\n\x07threads\x18\x0f \x01(\x03\x12\x12\n\ncoroutines\x18\x10 \x01(\x03\"\x1d\n\x0bKillRequest\x12\x0e\n\x06signal\x18\x01 \x01(\x05\"\x18\n\tKillReply\x12\x0b\n\x03pid\x18\x01 \x01(\x03\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x0c\n\nDrainReply\"-\n\rEventsRequest\x12\x0e\n\x06\x66ollow\x18\x01 \x01(\x08\x12\x0c\n\x04last\x18\x02 \x01(\x03\"6\n\nEventReply\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x0c\n\x04lost\x18\x02 \x01(\x03\x12\x0c\n\x04more\x18\x03 \x03(\t\"\x10\n\x0eResultsRequest\"H\n\tReportRow\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04task\x18\x02 \x01(\x03\x12\r\n\x05names\x18\x03 \x03(\t\x12\x0f\n\x07numbers\x18\x04 \x03(\x01\"}\n\x0bResultChunk\x12&\n\x04head\x18\x01 \x01(\x0b\x32\x18.taskgraph.v1.ResultHead\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12(\n\x07reports\x18\x03 \x03(\x0b\x32\x17.taskgraph.v1.ReportRow\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"\xac\x01\n\nResultHead\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\x12\x11\n\thas_value\x18\x04 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nmeta_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\x07 \x03(\x04\x12\x11\n\tlog_bytes\x18\x08 \x03(\x04\x12\x10\n\x08lasted_s\x18\t \x01(\x01\"\x0e\n\x0c\x43lockRequest\"-\n\nClockReply\x12\r\n\x05\x61t_ns\x18\x01 \x01(\x10\x12\x10\n\x08host_key\x18\x02 \x01(\t\"\x1d\n\x0cTraceRequest\x12\r\n\x05\x65very\x18\x01 \x01(\x03\"F\n\nTraceChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\x03\x12\x0c\n\x04over\x18\x03 \x01(\x08\x12\r\n\x05spans\x18\x04 \x01(\x0c\x32\xd1\x03\n\x07\x43ontrol\x12@\n\x06Status\x12\x1b.taskgraph.v1.StatusRequest\x1a\x19.taskgraph.v1.StatusReply\x12:\n\x04Kill\x12\x19.taskgraph.v1.KillRequest\x1a\x17.taskgraph.v1.KillReply\x12=\n\x05\x44rain\x12\x1a.taskgraph.v1.DrainRequest\x1a\x18.taskgraph.v1.DrainReply\x12\x41\n\x06\x45vents\x12\x1b.taskgraph.v1.EventsRequest\x1a\x18.taskgraph.v1.EventReply0\x01\x12\x44\n\x07Results\x12\x1c.taskgraph.v1.ResultsRequest\x1a\x19.taskgraph.v1.ResultChunk0\x01\x12=\n\x05\x43lock\x12\x1a.taskgraph.v1.ClockRequest\x1a\x18.taskgraph.v1.ClockReply\x12\x41\n\x05Trace\x12\x1a.taskgraph.v1.TraceRequest\x1a\x18.taskgraph.v1.TraceChunk(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ataskgraph/v1/control.proto\x12\x0ctaskgraph.v1\"\x0f\n\rStatusRequest\"\x8b\x01\n\x07Replica\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x03\x12\x10\n\x08\x62oundary\x18\x04 \x01(\x03\x12\x11\n\tprocessor\x18\x05 \x01(\t\x12\x11\n\trunning_s\x18\x06 \x01(\x01\x12\r\n\x05waits\x18\x07 \x03(\t\x12\x0f\n\x07in_sync\x18\x08 \x01(\x03\"\xcf\x02\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0e\n\x06paused\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\x03\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\x12\x10\n\x08revision\x18\t \x01(\x03\x12\x0e\n\x06leader\x18\n \x01(\x08\x12\'\n\x08replicas\x18\x0b \x03(\x0b\x32\x15.taskgraph.v1.Replica\x12\r\n\x05waits\x18\x0c \x03(\t\x12\x14\n\x0cmemory_bytes\x18\r \x01(\x03\x12\r\n\x05\x66iles\x18\x0e \x01(\x03\x12\x0f\n\x07threads\x18\x0f \x01(\x03\x12\x12\n\ncoroutines\x18\x10 \x01(\x03\x12#\n\x06queues\x18\x11 \x03(\x0b\x32\x13.taskgraph.v1.Queue\"\xc3\x01\n\x05Queue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06pieces\x18\x03 \x01(\x03\x12\x0e\n\x06passes\x18\x04 \x01(\x03\x12\x0c\n\x04left\x18\x05 \x01(\x03\x12\x11\n\tset_aside\x18\x06 \x01(\x03\x12\"\n\x06\x63ounts\x18\x07 \x03(\x0b\x32\x12.taskgraph.v1.Pass\x12%\n\x04slow\x18\x08 \x03(\x0b\x32\x17.taskgraph.v1.SlowPiece\x12\x12\n\nrows_per_s\x18\t \x01(\x01\"g\n\x04Pass\x12\x13\n\x0bpass_number\x18\x01 \x01(\x03\x12\x0c\n\x04\x64one\x18\x02 \x01(\x03\x12\r\n\x05\x64\x65\x61lt\x18\x03 \x01(\x03\x12\x0c\n\x04open\x18\x04 \x01(\x03\x12\x11\n\tset_aside\x18\x05 \x01(\x03\x12\x0c\n\x04rows\x18\x06 \x01(\x03\"P\n\tSlowPiece\x12\x13\n\x0bpass_number\x18\x01 \x01(\x03\x12\r\n\x05piece\x18\x02 \x01(\x03\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\x1d\n\x0bKillRequest\x12\x0e\n\x06signal\x18\x01 \x01(\x05\"\x18\n\tKillReply\x12\x0b\n\x03pid\x18\x01 \x01(\x03\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x0c\n\nDrainReply\"-\n\rEventsRequest\x12\x0e\n\x06\x66ollow\x18\x01 \x01(\x08\x12\x0c\n\x04last\x18\x02 \x01(\x03\"6\n\nEventReply\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x0c\n\x04lost\x18\x02 \x01(\x03\x12\x0c\n\x04more\x18\x03 \x03(\t\"\x10\n\x0eResultsRequest\"H\n\tReportRow\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04task\x18\x02 \x01(\x03\x12\r\n\x05names\x18\x03 \x03(\t\x12\x0f\n\x07numbers\x18\x04 \x03(\x01\"}\n\x0bResultChunk\x12&\n\x04head\x18\x01 \x01(\x0b\x32\x18.taskgraph.v1.ResultHead\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12(\n\x07reports\x18\x03 \x03(\x0b\x32\x17.taskgraph.v1.ReportRow\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"\xac\x01\n\nResultHead\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\x12\x11\n\thas_value\x18\x04 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nmeta_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\x07 \x03(\x04\x12\x11\n\tlog_bytes\x18\x08 \x03(\x04\x12\x10\n\x08lasted_s\x18\t \x01(\x01\"\x0e\n\x0c\x43lockRequest\"-\n\nClockReply\x12\r\n\x05\x61t_ns\x18\x01 \x01(\x10\x12\x10\n\x08host_key\x18\x02 \x01(\t\"\x1d\n\x0cTraceRequest\x12\r\n\x05\x65very\x18\x01 \x01(\x03\"F\n\nTraceChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\x03\x12\x0c\n\x04over\x18\x03 \x01(\x08\x12\r\n\x05spans\x18\x04 \x01(\x0c\x32\xd1\x03\n\x07\x43ontrol\x12@\n\x06Status\x12\x1b.taskgraph.v1.StatusRequest\x1a\x19.taskgraph.v1.StatusReply\x12:\n\x04Kill\x12\x19.taskgraph.v1.KillRequest\x1a\x17.taskgraph.v1.KillReply\x12=\n\x05\x44rain\x12\x1a.taskgraph.v1.DrainRequest\x1a\x18.taskgraph.v1.DrainReply\x12\x41\n\x06\x45vents\x12\x1b.taskgraph.v1.EventsRequest\x1a\x18.taskgraph.v1.EventReply0\x01\x12\x44\n\x07Results\x12\x1c.taskgraph.v1.ResultsRequest\x1a\x19.taskgraph.v1.ResultChunk0\x01\x12=\n\x05\x43lock\x12\x1a.taskgraph.v1.ClockRequest\x1a\x18.taskgraph.v1.ClockReply\x12\x41\n\x05Trace\x12\x1a.taskgraph.v1.TraceRequest\x1a\x18.taskgraph.v1.TraceChunk(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -26,35 +26,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICA']._serialized_start=62
   _globals['_REPLICA']._serialized_end=201
   _globals['_STATUSREPLY']._serialized_start=204
-  _globals['_STATUSREPLY']._serialized_end=502
-  _globals['_KILLREQUEST']._serialized_start=504
-  _globals['_KILLREQUEST']._serialized_end=533
-  _globals['_KILLREPLY']._serialized_start=535
-  _globals['_KILLREPLY']._serialized_end=559
-  _globals['_DRAINREQUEST']._serialized_start=561
-  _globals['_DRAINREQUEST']._serialized_end=588
-  _globals['_DRAINREPLY']._serialized_start=590
-  _globals['_DRAINREPLY']._serialized_end=602
-  _globals['_EVENTSREQUEST']._serialized_start=604
-  _globals['_EVENTSREQUEST']._serialized_end=649
-  _globals['_EVENTREPLY']._serialized_start=651
-  _globals['_EVENTREPLY']._serialized_end=705
-  _globals['_RESULTSREQUEST']._serialized_start=707
-  _globals['_RESULTSREQUEST']._serialized_end=723
-  _globals['_REPORTROW']._serialized_start=725
-  _globals['_REPORTROW']._serialized_end=797
-  _globals['_RESULTCHUNK']._serialized_start=799
-  _globals['_RESULTCHUNK']._serialized_end=924
-  _globals['_RESULTHEAD']._serialized_start=927
-  _globals['_RESULTHEAD']._serialized_end=1099
-  _globals['_CLOCKREQUEST']._serialized_start=1101
-  _globals['_CLOCKREQUEST']._serialized_end=1115
-  _globals['_CLOCKREPLY']._serialized_start=1117
-  _globals['_CLOCKREPLY']._serialized_end=1162
-  _globals['_TRACEREQUEST']._serialized_start=1164
-  _globals['_TRACEREQUEST']._serialized_end=1193
-  _globals['_TRACECHUNK']._serialized_start=1195
-  _globals['_TRACECHUNK']._serialized_end=1265
-  _globals['_CONTROL']._serialized_start=1268
-  _globals['_CONTROL']._serialized_end=1733
+  _globals['_STATUSREPLY']._serialized_end=539
+  _globals['_QUEUE']._serialized_start=542
+  _globals['_QUEUE']._serialized_end=737
+  _globals['_PASS']._serialized_start=739
+  _globals['_PASS']._serialized_end=842
+  _globals['_SLOWPIECE']._serialized_start=844
+  _globals['_SLOWPIECE']._serialized_end=924
+  _globals['_KILLREQUEST']._serialized_start=926
+  _globals['_KILLREQUEST']._serialized_end=955
+  _globals['_KILLREPLY']._serialized_start=957
+  _globals['_KILLREPLY']._serialized_end=981
+  _globals['_DRAINREQUEST']._serialized_start=983
+  _globals['_DRAINREQUEST']._serialized_end=1010
+  _globals['_DRAINREPLY']._serialized_start=1012
+  _globals['_DRAINREPLY']._serialized_end=1024
+  _globals['_EVENTSREQUEST']._serialized_start=1026
+  _globals['_EVENTSREQUEST']._serialized_end=1071
+  _globals['_EVENTREPLY']._serialized_start=1073
+  _globals['_EVENTREPLY']._serialized_end=1127
+  _globals['_RESULTSREQUEST']._serialized_start=1129
+  _globals['_RESULTSREQUEST']._serialized_end=1145
+  _globals['_REPORTROW']._serialized_start=1147
+  _globals['_REPORTROW']._serialized_end=1219
+  _globals['_RESULTCHUNK']._serialized_start=1221
+  _globals['_RESULTCHUNK']._serialized_end=1346
+  _globals['_RESULTHEAD']._serialized_start=1349
+  _globals['_RESULTHEAD']._serialized_end=1521
+  _globals['_CLOCKREQUEST']._serialized_start=1523
+  _globals['_CLOCKREQUEST']._serialized_end=1537
+  _globals['_CLOCKREPLY']._serialized_start=1539
+  _globals['_CLOCKREPLY']._serialized_end=1584
+  _globals['_TRACEREQUEST']._serialized_start=1586
+  _globals['_TRACEREQUEST']._serialized_end=1615
+  _globals['_TRACECHUNK']._serialized_start=1617
+  _globals['_TRACECHUNK']._serialized_end=1687
+  _globals['_CONTROL']._serialized_start=1690
+  _globals['_CONTROL']._serialized_end=2155
 # @@protoc_insertion_point(module_scope)

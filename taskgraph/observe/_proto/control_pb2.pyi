@@ -31,7 +31,7 @@ class Replica(_message.Message):
     def __init__(self, task: _Optional[int] = ..., role: _Optional[str] = ..., term: _Optional[int] = ..., boundary: _Optional[int] = ..., processor: _Optional[str] = ..., running_s: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., in_sync: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "name", "host", "pid", "paused", "draining", "attempt", "epoch", "revision", "leader", "replicas", "waits", "memory_bytes", "files", "threads", "coroutines")
+    __slots__ = ("node", "name", "host", "pid", "paused", "draining", "attempt", "epoch", "revision", "leader", "replicas", "waits", "memory_bytes", "files", "threads", "coroutines", "queues")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class StatusReply(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
     COROUTINES_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
     node: str
     name: str
     host: str
@@ -64,7 +65,58 @@ class StatusReply(_message.Message):
     files: int
     threads: int
     coroutines: int
-    def __init__(self, node: _Optional[str] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., paused: bool = ..., draining: bool = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., leader: bool = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., waits: _Optional[_Iterable[str]] = ..., memory_bytes: _Optional[int] = ..., files: _Optional[int] = ..., threads: _Optional[int] = ..., coroutines: _Optional[int] = ...) -> None: ...
+    queues: _containers.RepeatedCompositeFieldContainer[Queue]
+    def __init__(self, node: _Optional[str] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., paused: bool = ..., draining: bool = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., leader: bool = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., waits: _Optional[_Iterable[str]] = ..., memory_bytes: _Optional[int] = ..., files: _Optional[int] = ..., threads: _Optional[int] = ..., coroutines: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[Queue, _Mapping]]] = ...) -> None: ...
+
+class Queue(_message.Message):
+    __slots__ = ("name", "kind", "pieces", "passes", "left", "set_aside", "counts", "slow", "rows_per_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: str
+    pieces: int
+    passes: int
+    left: int
+    set_aside: int
+    counts: _containers.RepeatedCompositeFieldContainer[Pass]
+    slow: _containers.RepeatedCompositeFieldContainer[SlowPiece]
+    rows_per_s: float
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., pieces: _Optional[int] = ..., passes: _Optional[int] = ..., left: _Optional[int] = ..., set_aside: _Optional[int] = ..., counts: _Optional[_Iterable[_Union[Pass, _Mapping]]] = ..., slow: _Optional[_Iterable[_Union[SlowPiece, _Mapping]]] = ..., rows_per_s: _Optional[float] = ...) -> None: ...
+
+class Pass(_message.Message):
+    __slots__ = ("pass_number", "done", "dealt", "open", "set_aside", "rows")
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    DEALT_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    pass_number: int
+    done: int
+    dealt: int
+    open: int
+    set_aside: int
+    rows: int
+    def __init__(self, pass_number: _Optional[int] = ..., done: _Optional[int] = ..., dealt: _Optional[int] = ..., open: _Optional[int] = ..., set_aside: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
+
+class SlowPiece(_message.Message):
+    __slots__ = ("pass_number", "piece", "holder", "seconds")
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    pass_number: int
+    piece: int
+    holder: str
+    seconds: float
+    def __init__(self, pass_number: _Optional[int] = ..., piece: _Optional[int] = ..., holder: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class KillRequest(_message.Message):
     __slots__ = ("signal",)
