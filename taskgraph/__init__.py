@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from taskgraph.sources.locations import files
     from taskgraph.sources.parquet import parquet
     from taskgraph.sources.text import lines
+    from taskgraph.tables.interface import EpochTable
+    from taskgraph.tables.table import Table
     from taskgraph.task import BecameBackup, BecamePrimary, Event, NeighborFailed, NeighborRestarted, Task, shard
     from taskgraph.topology import Topology, bipartite, edges, full, grid, inverse, ring, star, tree
 
@@ -79,6 +81,7 @@ __all__ = [
     "DecodeError",
     "Epoch",
     "EpochReport",
+    "EpochTable",
     "Event",
     "FingerprintMismatch",
     "GraphError",
@@ -108,6 +111,7 @@ __all__ = [
     "Step",
     "StepError",
     "Steps",
+    "Table",
     "TableError",
     "Tag",
     "Task",
@@ -165,6 +169,8 @@ _MODULES = {
     "sources.locations": ("files",),
     "sources.parquet": ("parquet",),
     "sources.text": ("lines",),
+    "tables.interface": ("EpochTable",),
+    "tables.table": ("Table",),
     "task": ("BecameBackup", "BecamePrimary", "Event", "NeighborFailed", "NeighborRestarted", "Task", "shard"),
     "topology": ("Topology", "bipartite", "edges", "full", "grid", "inverse", "ring", "star", "tree"),
 }

@@ -11,7 +11,7 @@ import concurrent.futures
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import xxhash
@@ -22,6 +22,9 @@ from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import ENCODABLE_TEXTS, Composition, is_text
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
+
+if TYPE_CHECKING:
+    from taskgraph.tables.interface import EpochTable
 
 __all__ = [
     "AttemptEnded",
@@ -35,6 +38,7 @@ __all__ = [
     "To",
     "Work",
     "ask_service",
+    "job_seed",
     "place_text",
     "service_ids",
     "task_ids",
@@ -109,6 +113,9 @@ class Work(Protocol):
     def service(self, title: str) -> tuple[int, ...]:
         """Returns the task ids of a service of the job; (): there is no such service."""
 
+    def table(self, epoch: Epoch, name: str) -> EpochTable:
+        """Returns a table of the job. Raises TableError if there is no such table."""
+
     def allocate(self, nbytes: int) -> Block | None:
         """Allocates memory that can be sent without a copy; None: there is none."""
 
@@ -125,8 +132,10 @@ class Epoch:
     """One epoch, for one processor, handler or hook of a task."""
 
     __slots__ = (
+        "_held_pushes",
         "_rng",
         "_sync",
+        "_tables",
         "_where",
         "_work",
     )
@@ -136,6 +145,8 @@ class Epoch:
         self._where = where
         self._sync = sync
         self._rng: np.random.Generator | None = None
+        self._tables: dict[str, EpochTable] | None = None
+        self._held_pushes: list[Any] | None = None  # pushes of a piece, which are sent once it is counted
 
     @property
     def number(self) -> int:
@@ -249,6 +260,14 @@ class Epoch:
         what = f"request {method!r} of task {self._work.task}"
         value = encode(payload, what=what, allocate=self._work.allocate)
         return Reply(self._work, self._work.request(self._where, to, method, value))
+
+    def table(self, name: str) -> EpochTable:
+        """Returns a table of the job, for this epoch. Raises TableError if the job has none of this name."""
+        if self._tables is None:
+            self._tables = {}
+        if name not in self._tables:
+            self._tables[name] = self._work.table(self, name)
+        return self._tables[name]
 
     def hold(self, why: str) -> Hold:
         """Keeps the epoch open until released: `with epoch.hold("..."):` or `.release()`."""
@@ -431,6 +450,11 @@ def _mark_retrieved(answer: asyncio.Future[Encoded]) -> None:
 def service_ids(epoch: Epoch, title: str) -> tuple[int, ...]:
     """Returns the task ids of a service of the job, as "table users"; (): there is none."""
     return epoch._work.service(title)
+
+
+def job_seed(epoch: Epoch) -> int:
+    """Returns the seed of the job."""
+    return epoch._work.seed
 
 
 def ask_service(epoch: Epoch, to: int, method: str, payload: Any = None) -> Reply:

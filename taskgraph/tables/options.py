@@ -1,20 +1,21 @@
-"""`Table`: what a job or an elastic run says of a table."""
+"""`TableOptions`: what a job or an elastic run says of a table."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Self, cast
 
 import numpy as np
 
-from taskgraph.errors import TableError
+from taskgraph.errors import CheckpointError, TableError
 from taskgraph.options import check_fields
 from taskgraph.tables.optimizers import OPTIMIZERS, Optimizer
 from taskgraph.tables.rows import INITS
 
-__all__ = ["Table"]
+__all__ = ["TableOptions", "as_rate"]
 
 _DTYPES = ("float32", "float64")
 _MOST_WIDTH = 1 << 20
@@ -23,7 +24,7 @@ _MOST_SERVERS = 1000
 
 
 @dataclass(frozen=True)
-class Table:
+class TableOptions:
     """A table of parameters: rows of `width` numbers by int64 id, changed by gradients.
 
     Attributes:
@@ -72,6 +73,19 @@ class Table:
         self._check_choice("dtype", _DTYPES)
         object.__setattr__(self, "scale", as_rate(self.scale, "Table(scale=...)"))
         object.__setattr__(self, "lr", as_rate(self.lr, "Table(lr=...)"))
+
+    def check_stored(self, given: Sequence[Any]) -> None:
+        """Raises CheckpointError unless `given` equals `stored`: rows of another layout would be read as numbers."""
+        if list(given) != self.stored:
+            raise CheckpointError(
+                f"the table was written with (width, dtype, optimizer) {tuple(given)}, and the job has "
+                f"{tuple(self.stored)}: use those that it was written with"
+            )
+
+    @property
+    def stored(self) -> list[Any]:
+        """What must be the same to read rows that were written."""
+        return [self.width, self.dtype, self.optimizer]
 
     def _check_int(self, name: str, least: int, most: int | None = None) -> None:
         value = getattr(self, name)

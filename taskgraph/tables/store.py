@@ -1,13 +1,14 @@
 """`Store`: the rows of one server, as a log of segments that never change.
 
 A segment has the rows that one push changed: their ids (ascending, each once), their values, and their slots. The
-newest segment with an id has its row. So a snapshot is the list of segments, without a copy, and a backup that has the
-segments of the snapshot before needs the new ones only.
+newest segment with an id has its row. Each segment is one block of bytes, so a snapshot is the list of the blocks,
+without a copy, and a backup that has the blocks of the snapshot before needs the new ones only.
 
 Segments are merged now and then, by a rule that depends on their sizes alone, so all replays make the same segments:
 
-1. If the log has more than twice the rows that live, all segments become one.
-2. If the last 16 segments are of about the same size (within a factor of 16), they become one.
+1. A segment of less than 64 KiB is merged with the next one: a snapshot sends so small a block again in any case.
+2. If the log has more than twice the rows that live, all segments become one.
+3. If the last 16 segments are of about the same size (within a factor of 16), they become one.
 
 So the log is at most twice as large as the rows, has some 16 segments for each factor of 16 in size, and a changed row
 is written three times on average, one of them at once.
@@ -21,38 +22,38 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.errors import CheckpointError
+from taskgraph.graph.arrays import INLINE_BYTES
+from taskgraph.tables.layout import Layout, block_of
 from taskgraph.tables.merging import server_of, summed
-from taskgraph.tables.options import Table
+from taskgraph.tables.options import TableOptions
 from taskgraph.tables.rows import Ids, first_rows
 
 __all__ = ["Segment", "Store", "select"]
 
 Array = NDArray[Any]
 Segment = Mapping[str, Array]
-"""Arrays by name: "ids" of shape (n,), "rows" of shape (n, width), and the optimizer's slots."""
+"""Arrays by name: "ids" of shape (n,), "rows" of shape (n, width), and the optimizer's slots. In a store, all of them
+are parts of one block."""
 
 _LEVEL_BITS = 4
 _FANOUT = 1 << _LEVEL_BITS
 """Segments of about one size before they are merged. More: fewer rows are written again, and a pull looks into more."""
-_SMALLEST = 64
-"""Rows: smaller segments count as being of this size. Each costs a pull some microseconds, whatever its size."""
+_SMALLEST_BYTES = INLINE_BYTES
+"""Blocks from this size on are sent once; a value's smaller arrays are part of it, and sent each time."""
 
 
 class Store:
     """The rows that somebody has pushed to; others are made when they are pulled, and not kept."""
 
-    def __init__(self, table: Table, seed: int, segments: Iterable[Segment] = ()) -> None:
+    def __init__(self, table: TableOptions, seed: int = 0, segments: Iterable[Segment] = ()) -> None:
         """Takes the segments of another store, in their order.
 
         Args:
             seed: the table's, see `rows.table_seed`.
-
-        Raises:
-            CheckpointError: the segments are of a table with another width, dtype or optimizer.
         """
         self.table = table
         self.seed = seed
+        self._layout = Layout.of(table)
         self._segments: list[Segment] = []
         self._ids: Ids = np.zeros(0, np.int64)
         """All ids of the store, ascending."""
@@ -60,7 +61,6 @@ class Store:
         self._offset: Ids = np.zeros(0, np.int64)
         """Where the row of each of `_ids` is: the number of the segment, and the place in it."""
         for segment in segments:
-            self._check(segment)
             self._append(segment)
 
     def __len__(self) -> int:
@@ -68,9 +68,26 @@ class Store:
         return len(self._ids)
 
     @property
+    def ids(self) -> Ids:
+        """The ids that somebody has pushed to, ascending."""
+        return self._ids
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """The log, oldest first. Its arrays are read-only, and never change."""
         return tuple(self._segments)
+
+    @property
+    def blocks(self) -> list[NDArray[np.uint8]]:
+        """The log as blocks of bytes, oldest first, for a snapshot; they never change. See `Layout.unpack`."""
+        return [block_of(segment) for segment in self._segments]
+
+    def fork(self) -> Store:
+        """Returns a copy with the same rows; later pushes to either do not reach the other."""
+        copy = Store(self.table, self.seed)
+        copy._segments = list(self._segments)
+        copy._ids, copy._segment_of, copy._offset = self._ids, self._segment_of.copy(), self._offset.copy()
+        return copy
 
     def pull(self, ids: Ids) -> Array:
         """Returns the rows of ids, of shape (n, width), in the order given; an id may be there more than once."""
@@ -98,7 +115,7 @@ class Store:
 
     def _append(self, segment: Segment) -> None:
         self._point_to(segment, len(self._segments))
-        self._segments.append(_read_only(segment))
+        self._segments.append(self._layout.pack(segment))
 
     def _point_to(self, segment: Segment, number: int) -> None:
         """Makes the index point to a segment for all ids that are in it."""
@@ -124,7 +141,7 @@ class Store:
         """Returns copies of arrays of the rows of ids; rows that nobody has pushed to are made."""
         table = self.table
         place, known = self._find(ids)
-        found = {name: np.empty(self._shape(name, len(ids)), self._dtype(name)) for name in names}
+        found = {name: self._layout.empty(name, len(ids)) for name in names}
         where = self._segment_of[place[known]]
         offset = self._offset[place[known]]
         targets = np.flatnonzero(known)
@@ -152,59 +169,38 @@ class Store:
     def _merged(self, begin: int) -> Segment:
         """Returns the segments from `begin` on as one, with the newest row of each id."""
         segments = self._segments[begin:]
-        names = ("rows", *self.table.rule.slots)
-        if not segments:
-            none: Ids = np.zeros(0, np.int64)
-            return {"ids": none, **self._gather(none, names)}
-        ids = np.unique(np.concatenate([segment["ids"] for segment in segments]))
+        ids = np.unique(np.concatenate([np.zeros(0, np.int64), *[segment["ids"] for segment in segments]]))
         # The newest segment with an id is one of these, so the index points into them.
-        return {"ids": ids, **self._gather(ids, names)}
+        return {"ids": ids, **self._gather(ids, ("rows", *self.table.rule.slots))}
 
     def _compact(self) -> None:
-        while (begin := _first_to_merge([len(one["ids"]) for one in self._segments], len(self._ids))) is not None:
+        while (begin := _first_to_merge(self._sizes(), len(self._ids) * self._layout.row_bytes)) is not None:
             merged = self._merged(begin)
             del self._segments[begin:]
             self._append(merged)
 
-    def _shape(self, name: str, count: int) -> tuple[int, ...]:
-        return (count,) if name == "steps" else (count, self.table.width)
-
-    def _dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.int64) if name == "steps" else self.table.numpy_dtype
-
-    def _check(self, segment: Segment) -> None:
-        names = ("rows", *self.table.rule.slots)
-        if sorted(segment) != sorted(("ids", *names)):
-            raise CheckpointError(
-                f"the table's rows have {', '.join(sorted(segment))}, and optimizer {self.table.optimizer!r} needs "
-                f"{', '.join(('ids', *names))}: use the optimizer that they were made with"
-            )
-        for name in names:
-            shape, dtype = self._shape(name, len(segment["ids"])), self._dtype(name)
-            if segment[name].shape != shape or segment[name].dtype != dtype:
-                raise CheckpointError(
-                    f"the table's {name} have shape {segment[name].shape} and dtype {segment[name].dtype}, but the "
-                    f"job's table needs {shape} and {dtype}: use the width and dtype that they were made with"
-                )
+    def _sizes(self) -> list[int]:
+        return [block_of(segment).nbytes for segment in self._segments]
 
 
 def _first_to_merge(sizes: Sequence[int], live: int) -> int | None:
-    """Returns the number of the segment from which on all become one; None: nothing is to be merged."""
+    """Returns the number of the segment from which on all become one; None: nothing is to be merged.
+
+    Args:
+        sizes: of all segments, bytes.
+        live: bytes of the rows that live.
+    """
     if len(sizes) > 1 and sum(sizes) > 2 * live:
         return 0
+    if len(sizes) > 1 and sizes[-2] < _SMALLEST_BYTES:
+        return len(sizes) - 2
     if len(sizes) < _FANOUT:
         return None
-    levels = [(max(size // _SMALLEST, 1).bit_length() - 1) // _LEVEL_BITS for size in sizes]
+    levels = [(max(size // _SMALLEST_BYTES, 1).bit_length() - 1) // _LEVEL_BITS for size in sizes]
     begin = len(sizes)
     while begin and levels[begin - 1] <= levels[-1]:
         begin -= 1
     return begin if len(sizes) - begin >= _FANOUT else None
-
-
-def _read_only(segment: Segment) -> Segment:
-    for array in segment.values():
-        array.flags.writeable = False
-    return segment
 
 
 def select(segment: Segment, server: int, servers: int) -> Segment:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from taskgraph.channels import Inputs, Outputs
 from taskgraph.device.api import Device
 from taskgraph.epoch import Epoch, Scratch
-from taskgraph.errors import GraphError, JobError
+from taskgraph.errors import GraphError, JobError, TableError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor, name_of
 from taskgraph.graph.values import decode, encode
@@ -200,6 +200,9 @@ class _StandaloneWork:
 
     def service(self, title: str) -> tuple[int, ...]:
         return ()
+
+    def table(self, epoch: Epoch, name: str) -> NoReturn:
+        raise TableError(f"table({name!r}): a processor alone has no tables: test it with tg.testing.run")
 
     def allocate(self, nbytes: int) -> Block | None:
         return None

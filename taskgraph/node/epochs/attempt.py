@@ -32,9 +32,11 @@ from taskgraph.protocol.cycles import HANDLER
 from taskgraph.protocol.messages import Call, Encoded, Reason, Reply, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 from taskgraph.shape import is_stateless
+from taskgraph.tables.client import open_table
 
 if TYPE_CHECKING:
     from taskgraph.node.epochs.term import Term
+    from taskgraph.tables.interface import EpochTable
 
 __all__ = ["Attempt"]
 
@@ -399,6 +401,9 @@ class Attempt:
 
     def service(self, title: str) -> tuple[int, ...]:
         return self.replica.job.service(title)
+
+    def table(self, epoch: Epoch, name: str) -> EpochTable:
+        return open_table(epoch, name, self.replica.job)
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:

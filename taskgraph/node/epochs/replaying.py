@@ -26,6 +26,8 @@ from taskgraph.node.epochs.recording import RecordedReply, Recording, RequestKin
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.messages import Encoded
+from taskgraph.tables.client import open_table
+from taskgraph.tables.interface import EpochTable
 
 __all__ = ["Replay", "ReplayResult", "differing_reports", "replay", "replay_from_snapshot"]
 
@@ -225,6 +227,9 @@ class Replay:
 
     def service(self, title: str) -> tuple[int, ...]:
         return self.fresh.job.service(title)
+
+    def table(self, epoch: Epoch, name: str) -> EpochTable:
+        return open_table(epoch, name, self.fresh.job)
 
     def allocate(self, nbytes: int) -> Block | None:
         return None  # only digests are compared

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 import taskgraph as tg
 from taskgraph.tables.merging import as_gradients, as_ids, server_of, summed
 from taskgraph.tables.optimizers import OPTIMIZERS
-from taskgraph.tables.options import Table
 from taskgraph.tables.rows import first_rows, table_seed
 from taskgraph.tables.store import Store, select
+from taskgraph.tables.table import Table
 
 Array = NDArray[Any]
 SEED = table_seed(3, "users")
@@ -241,13 +241,10 @@ def test_rows_move_to_another_number_of_servers() -> None:
         assert np.array_equal(part.pull(mine), whole.pull(mine))
 
 
-def test_segments_of_another_table_are_refused() -> None:
-    store = Store(Table(2), SEED)
-    store.push(np.array([1]), np.ones((1, 2), np.float32), 0.1)
+def test_rows_of_another_table_are_refused() -> None:
     with pytest.raises(tg.CheckpointError, match="optimizer"):
-        Store(Table(2, optimizer="adam"), SEED, store.segments)
-    with pytest.raises(tg.CheckpointError, match="width"):
-        Store(Table(3), SEED, store.segments)
+        Table(2).check_stored(Table(2, optimizer="adam").stored)
+    Table(2, lr=0.5).check_stored(Table(2).stored)
 
 
 @pytest.mark.parametrize(
