@@ -150,13 +150,11 @@ class Ledger:
     def count(self, holder: str, ticket: Ticket, now: float, rows: int = 0) -> bool:
         """The holder has done a piece. Returns False if the result is late: drop it."""
         at = self._pass(ticket.pass_number)
-        dealing = at.dealt.get(ticket.piece) if at else None
-        if at is None or dealing is None or holder not in dealing.holders:
+        taken = at.take(holder, ticket.piece) if at else None
+        if at is None or taken is None:
             return False
-        if not dealing.finished:
-            self._durations.append(now - dealing.holders[holder])
-        at.finished -= dealing.finished
-        del at.dealt[ticket.piece]
+        if (since := taken[1]) is not None:
+            self._durations.append(now - since)
         at.rows += rows
         self.done += 1
         self.rows += rows
@@ -169,14 +167,13 @@ class Ledger:
         Returns False if the result is late: drop it.
         """
         at = self._pass(ticket.pass_number)
-        dealing = at.dealt.get(ticket.piece) if at else None
-        if at is None or dealing is None or holder not in dealing.holders:
+        taken = at.take(holder, ticket.piece) if at else None
+        if at is None or taken is None:
             return False
-        if not dealing.finished:
-            self._durations.append(now - dealing.holders[holder])
-            dealing.holders = {holder: dealing.holders[holder]}
-            dealing.finished = True
-            at.finished += 1
+        place, since = taken
+        if since is not None:
+            self._durations.append(now - since)
+        at.finished[ticket.piece] = place, holder
         return True
 
     def fail(self, holder: str, ticket: Ticket, text: str) -> Verdict:
@@ -187,13 +184,12 @@ class Ledger:
             text: the traceback.
         """
         at = self._pass(ticket.pass_number)
-        dealing = at.dealt.get(ticket.piece) if at else None
-        if at is None or dealing is None or holder not in dealing.holders or dealing.finished:
+        if at is None or not self.has(holder, ticket):
             return Verdict.LATE
         if ticket.attempt != at.errors.get(ticket.piece, 0):
             at.give_back(holder, ticket.piece)
             return Verdict.LATE
-        errors = at.errors[ticket.piece] = at.errors.get(ticket.piece, 0) + 1
+        errors = at.errors[ticket.piece] = ticket.attempt + 1
         if errors < self._options.attempts:
             at.give_back(holder, ticket.piece)
             return Verdict.AGAIN
@@ -206,11 +202,10 @@ class Ledger:
     def put_aside(self, holder: str, ticket: Ticket, text: str) -> bool:
         """Sets a piece aside, as too many errors do. Returns False if the holder does not have it."""
         at = self._pass(ticket.pass_number)
-        dealing = at.dealt.get(ticket.piece) if at else None
-        if at is None or dealing is None or holder not in dealing.holders:
+        taken = at.take(holder, ticket.piece) if at else None
+        if at is None or taken is None:
             return False
-        at.finished -= dealing.finished
-        at.aside.add(at.dealt.pop(ticket.piece).place)
+        at.aside.add(taken[0])
         self._set_aside += 1
         if len(self._aside) < _KEPT_ERRORS:
             self._aside.append(Aside(ticket.pass_number, ticket.piece, holder, text[-_ERROR_CHARACTERS:]))
@@ -226,7 +221,9 @@ class Ledger:
     def lose(self, holder: str) -> None:
         """The holder is lost: its pieces are open again, unless another one has them, too."""
         for at in self._open:
-            for piece in [piece for piece, dealing in at.dealt.items() if holder in dealing.holders]:
+            held = [piece for piece, dealing in at.dealt.items() if holder in dealing.holders]
+            held += [piece for piece, (_, keeper) in at.finished.items() if keeper == holder]
+            for piece in held:
                 at.give_back(holder, piece)
 
     # -- what there is ----------------------------------------------------------------------------
@@ -239,7 +236,7 @@ class Ledger:
     @property
     def left(self) -> int:
         """Pieces that are neither done nor set aside: of the open passes only if passes are endless."""
-        under_way = sum(one.open + len(one.dealt) for one in self._open)
+        under_way = sum(one.open + len(one.dealt) + len(one.finished) for one in self._open)
         passes = self._options.passes
         return under_way + (0 if passes is None else (passes - self._next_pass) * self._options.pieces)
 
@@ -272,7 +269,7 @@ class Ledger:
         return [*self._ended, *(one.counts() for one in self._open)]
 
     def dealt(self) -> dict[str, list[Ticket]]:
-        """Returns the pieces that each holder has, finished or not."""
+        """Returns the pieces that each holder has, and has not finished."""
         found: dict[str, list[Ticket]] = {}
         for at in self._open:
             for piece, dealing in at.dealt.items():
@@ -280,19 +277,25 @@ class Ledger:
                     found.setdefault(holder, []).append(at.ticket(piece))
         return found
 
-    def held(self, holder: str, *, finished: bool = False) -> list[Ticket]:
-        """Returns the pieces that a holder computes, or those that it has finished, in the order of dealing."""
+    def has(self, holder: str, ticket: Ticket) -> bool:
+        """True if the holder is to compute this piece."""
+        at = self._pass(ticket.pass_number)
+        dealing = at.dealt.get(ticket.piece) if at else None
+        return dealing is not None and holder in dealing.holders
+
+    def finished(self, holder: str) -> list[Ticket]:
+        """Returns the pieces whose results a holder keeps, by pass and number."""
         return [
             at.ticket(piece)
             for at in self._open
-            for piece, dealing in at.dealt.items()
-            if holder in dealing.holders and dealing.finished is finished
+            for piece, (_, keeper) in sorted(at.finished.items())
+            if keeper == holder
         ]
 
     @property
     def unfinished(self) -> int:
         """Pieces of the open passes that are open, or that someone computes."""
-        return sum(one.open + len(one.dealt) - one.finished for one in self._open)
+        return sum(one.open + len(one.dealt) for one in self._open)
 
     @property
     def open(self) -> int:
@@ -302,9 +305,7 @@ class Ledger:
     def next_late(self) -> float | None:
         """Returns when the next piece will have taken too long; None: there is none."""
         limit = self._limit()
-        since = [
-            max(dealing.holders.values()) for at in self._open for dealing in at.dealt.values() if not dealing.finished
-        ]
+        since = [max(dealing.holders.values()) for at in self._open for dealing in at.dealt.values()]
         return None if limit is None or not since else min(since) + limit
 
     def slow(self, now: float) -> list[Slow]:
@@ -315,8 +316,6 @@ class Ledger:
         found: list[Slow] = []
         for at in self._open:
             for piece, dealing in at.dealt.items():
-                if dealing.finished:
-                    continue
                 holder, since = max(dealing.holders.items(), key=lambda held: (held[1], held[0]))
                 if now - since > limit:
                     found.append(Slow(at.number, piece, holder, now - since))
@@ -365,7 +364,7 @@ class Ledger:
 
     def _end_passes(self) -> None:
         """Ends the passes that are over, the oldest first."""
-        while self._open and not self._open[0].open and not self._open[0].dealt:
+        while self._open and _is_over(self._open[0]):
             self._ended.append(self._open.pop(0).counts())
             self._open_passes()
 
@@ -384,11 +383,13 @@ class Ledger:
             (since, at.number, dealing.place, piece, at)
             for at in self._open
             for piece, dealing in at.dealt.items()
-            if not dealing.finished
-            and holder not in dealing.holders
-            and now - (since := max(dealing.holders.values())) > limit
+            if holder not in dealing.holders and now - (since := max(dealing.holders.values())) > limit
         ]
         if not late:
             return None
         *_, piece, at = min(late, key=lambda one: one[:3])
         return at, piece
+
+
+def _is_over(one: Pass) -> bool:
+    return not one.open and not one.dealt and not one.finished

@@ -48,7 +48,6 @@ class Dealing:
 
     place: int
     holders: dict[str, float]
-    finished: bool = False
 
 
 class Options(NamedTuple):
@@ -83,8 +82,8 @@ class Pass:
         order: the pieces by place.
         cursor: all places before it have been dealt.
         again: a heap of the places before the cursor that are open again.
-        dealt: the pieces that are dealt or finished, by number.
-    finished: how many of them are finished.
+        dealt: the pieces that are dealt and not finished, by number.
+        finished: the pieces that are finished, by number: their places and holders.
         aside: places of the pieces that were set aside.
         errors: piece -> errors of user code so far.
     """
@@ -95,9 +94,10 @@ class Pass:
         self.number = number
         self.order = piece_order(options.pieces, number, options.seed, options.shuffle)
         self._places: dict[int, int] | None = None
-        self.cursor = self.rows = self.finished = 0
+        self.cursor = self.rows = 0
         self.again: list[int] = []
         self.dealt: dict[int, Dealing] = {}
+        self.finished: dict[int, tuple[int, str]] = {}
         self.aside: set[int] = set()
         self.errors: dict[int, int] = {}
 
@@ -109,8 +109,9 @@ class Pass:
         return Ticket(self.number, piece, self.errors.get(piece, 0))
 
     def counts(self) -> PassCounts:
-        done = self.cursor - len(self.again) - len(self.dealt) - len(self.aside)
-        return PassCounts(self.number, done, len(self.dealt), self.open, len(self.aside), self.rows)
+        dealt = len(self.dealt) + len(self.finished)
+        done = self.cursor - len(self.again) - dealt - len(self.aside)
+        return PassCounts(self.number, done, dealt, self.open, len(self.aside), self.rows)
 
     def deal(self, holder: str, most: int, now: float) -> Iterator[Ticket]:
         for _ in range(min(most, self.open)):
@@ -135,7 +136,7 @@ class Pass:
         claimed = []
         for place in sorted(places):
             piece = self.order[place]
-            if (dealing := self.dealt.get(piece)) is not None and not dealing.finished:
+            if (dealing := self.dealt.get(piece)) is not None:
                 dealing.holders[holder] = now
                 claimed.append(self.ticket(piece))
         return claimed
@@ -149,13 +150,29 @@ class Pass:
         return self._places[piece]
 
     def give_back(self, holder: str, piece: int) -> None:
-        """The holder has the piece no more. It is open again if no other one has it."""
+        """The holder has the piece, or its result, no more. It is open again if no other one has it."""
+        if (kept := self.finished.get(piece)) is not None and kept[1] == holder:
+            del self.finished[piece]
+            heapq.heappush(self.again, kept[0])
+            return
         dealing = self.dealt.get(piece)
         if dealing is None or dealing.holders.pop(holder, None) is None or dealing.holders:
             return
-        self.finished -= dealing.finished
         del self.dealt[piece]
         heapq.heappush(self.again, dealing.place)
+
+    def take(self, holder: str, piece: int) -> tuple[int, float | None] | None:
+        """Takes a piece from its holder. Returns its place, and since when it was dealt if it was not finished."""
+        if (kept := self.finished.get(piece)) is not None:
+            if kept[1] != holder:
+                return None
+            del self.finished[piece]
+            return kept[0], None
+        dealing = self.dealt.get(piece)
+        if dealing is None or holder not in dealing.holders:
+            return None
+        del self.dealt[piece]
+        return dealing.place, dealing.holders[holder]
 
     def state(self) -> dict[str, Any]:
         return {
@@ -163,7 +180,8 @@ class Pass:
             "cursor": self.cursor,
             "rows": self.rows,
             "again": _ranges(self.again),
-            "dealt": [[piece, one.place, dict(one.holders), one.finished] for piece, one in self.dealt.items()],
+            "dealt": [[piece, one.place, dict(one.holders)] for piece, one in self.dealt.items()],
+            "finished": [[piece, place, holder] for piece, (place, holder) in self.finished.items()],
             "aside": _ranges(self.aside),
             "errors": [list(pair) for pair in self.errors.items()],
         }
@@ -173,10 +191,8 @@ class Pass:
         made = cls(options, state["number"])
         made.cursor, made.rows = state["cursor"], state["rows"]
         made.again = list(_places(state["again"]))  # sorted, so it is a heap
-        made.dealt = {
-            piece: Dealing(place, dict(holders), finished) for piece, place, holders, finished in state["dealt"]
-        }
-        made.finished = sum(one.finished for one in made.dealt.values())
+        made.dealt = {piece: Dealing(place, dict(holders)) for piece, place, holders in state["dealt"]}
+        made.finished = {piece: (place, holder) for piece, place, holder in state["finished"]}
         made.aside = set(_places(state["aside"]))
         made.errors = dict(state["errors"])
         return made

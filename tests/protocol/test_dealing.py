@@ -230,7 +230,10 @@ def test_a_finished_piece_is_no_straggler_and_is_open_again_when_its_holder_is_l
     first, second = ledger.deal("a", 2, 0)
     assert ledger.finish("a", first, 1)
     assert ledger.unfinished == 1
-    assert ledger.held("a") == [second]
+    assert ledger.dealt() == {"a": [second]}
+    assert ledger.finished("a") == [first]
+    assert ledger.has("a", second) and not ledger.has("a", first)
+    assert ledger.next_late() == 1
     assert ledger.deal("b", 9, 5) == [second]
     assert ledger.finish("b", second, 6)
     assert not ledger.finish("a", second, 7), "the result of b is kept"
