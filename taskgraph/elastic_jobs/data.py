@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,30 @@ from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import seed_generators
 from taskgraph.errors import StepError
 
-__all__ = ["Data", "LoaderArguments", "data_of", "loader_arguments"]
+__all__ = ["Data", "LoaderArguments", "Readable", "Taken", "data_of", "loader_arguments"]
+
+
+class Readable(Protocol):
+    """What gives parts their data."""
+
+    def read(self, rows: NDArray[np.int64], seed: Callable[[int], int]) -> Any:
+        """Returns the data of rows."""
+
+    def joined(self, other: Any) -> Readable:
+        """Returns what gives the data of this part and another one, as if they were one part."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Rows of a source, which one part has read."""
+
+    rows: list[Any]
+
+    def read(self, rows: NDArray[np.int64], seed: Callable[[int], int]) -> Any:
+        return [*self.rows]
+
+    def joined(self, other: Any) -> Taken:
+        return Taken([*self.rows, *other.rows])
 
 
 @dataclass(frozen=True)
@@ -40,6 +63,9 @@ class Data:
             read.append(self.source[row])
         seed_generators(seed(-1 - int(rows[0])))
         return self.collate(read)
+
+    def joined(self, other: Any) -> Data:
+        return self
 
 
 class LoaderArguments(NamedTuple):

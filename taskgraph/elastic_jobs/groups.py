@@ -21,7 +21,7 @@ from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
-from taskgraph.elastic_jobs.state import check_parameters, digests, load
+from taskgraph.elastic_jobs.state import check_parameters
 from taskgraph.errors import StepError, ViewChanged
 from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import decode, encode
@@ -55,11 +55,9 @@ class Turns:
         self.members: tuple[str, ...] = ()
         self.contributing = False
         check_parameters(state)
-        copied = progress.begin()
+        copied = progress.begin(state)
         if copied is not None:
-            self.number, captured = copied
-            self.members = progress.copied_members
-            load(state, captured)
+            self.number, self.members = copied, progress.copied_members
             if progress.watch is not None:
                 progress.watch.copied(self.number)
 
@@ -69,7 +67,7 @@ class Turns:
         progress.boundary(self.number, state, self.members)
         digest = b""
         if is_checked(self.number) and not progress.node.is_behind(progress.position):
-            found = digests(state)
+            found = progress.digests(state)
             digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).digest()
             progress.node.note_digests(self.number, found)
         if not self.members:

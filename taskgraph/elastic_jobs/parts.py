@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +18,18 @@ from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import encode
 
 if TYPE_CHECKING:
-    from taskgraph.elastic_jobs.data import Data
+    from taskgraph.elastic_jobs.data import Readable
     from taskgraph.elastic_jobs.gradients import Gradients
     from taskgraph.elastic_jobs.modules import Modules
     from taskgraph.graph.blocks import Allocate
     from taskgraph.protocol.messages import Encoded
 
-__all__ = ["KINDS", "Part", "Place", "Round", "kept_modules"]
+__all__ = ["CARRIED", "KINDS", "Part", "Place", "Round", "kept_modules"]
 
 KINDS = {"mean": "gradients", "sum": "summed gradients"}
 """`reduce` of `part.backward` -> the name of the gradients in the sums."""
+CARRIED: Final = ""
+"""The name under which a part carries what is not the user's, beside what the user collected."""
 
 
 class Place(NamedTuple):
@@ -147,13 +149,14 @@ class Part:
 
     Attributes:
         number: from 0.
-        rows: its rows, int64, shape (size,). Never empty.
+        rows: its rows, int64, shape (size,); of a source shape (size, 2): numbers of the piece, and of the row in it.
+            Never empty.
         size: the number of its rows.
         seed: of run, step and part; the same in all rounds. `random`, `numpy.random` and PyTorch are seeded from it and
             the round when the part begins.
     """
 
-    def __init__(self, of: Round, number: int, rows: NDArray[np.int64], data: Data | None) -> None:
+    def __init__(self, of: Round, number: int, rows: NDArray[np.int64], data: Readable | None) -> None:
         place = of.place
         self.number = number
         self.rows = rows.copy()  # PyTorch warns of arrays that cannot be written
@@ -161,6 +164,7 @@ class Part:
         self.seed = derived_seed(place.seed, place.step, number, 2)
         self.calls = 0
         self.collected: dict[str, Any] = {}
+        self.carried: dict[str, Any] = {}  # reaches all workers with the sums
         self._round = of
         self._data = data
         self._read: Any = None
@@ -170,18 +174,19 @@ class Part:
     def begin(self) -> None:
         seed_generators(derived_seed(self.seed, self._round.place.round))
 
-    def with_rows(self, rows: NDArray[np.int64]) -> Part:
-        """Returns a part like this one, with other rows."""
-        return Part(self._round, self.number, rows, self._data)
+    def joined(self, before: Part) -> Part:
+        """Returns a part like this one, with the rows of another one before its own."""
+        data = None if before._data is None else before._data.joined(self._data)
+        return Part(self._round, self.number, np.concatenate([before.rows, self.rows]), data)
 
     @property
     def data(self) -> Any:
         """The part's rows of the data that `run.steps` got; the same in all rounds of a step.
 
-        Each row is read with generators seeded from run, step and row.
+        Each row is read with generators seeded from run, step and row. Of a source it is the list of the rows.
         """
         if self._data is None:
-            raise StepError("part.data is there if run.steps(data, ...) got a Dataset or a DataLoader")
+            raise StepError("part.data is there if run.steps(data, ...) got a Dataset, a DataLoader or a source")
         if self._read is None:
             place = self._round.place
             self._read = (self._data.read(self.rows, lambda row: derived_seed(place.seed, place.step, row, 4)),)
@@ -273,12 +278,13 @@ class Part:
             tree["loss"], tree["weight"] = self._trained.loss * self._trained.weight, self._trained.weight
             trained = self._trained
             tree |= self._round.gradients.sums(trained.taken, trained.weight, KINDS[trained.reduce])
-        collected = {self.number: self._encoded()} if self.collected else None
+        collected = {self.number: self._encoded()} if self.collected or self.carried else None
         return Sums.of(tree, collected, self._round.allocate)
 
     def _encoded(self) -> Encoded:
         pytorch()
-        return encode(self.collected, what=f"part.collect of part {self.number}")
+        whole = {**self.collected, CARRIED: self.carried} if self.carried else self.collected
+        return encode(whole, what=f"part.collect of part {self.number}")
 
 
 class _Backward:

@@ -9,15 +9,16 @@ What is computed before the first step travels with the state: a newcomer's user
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import chained
 from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
+from taskgraph.elastic_jobs.rows import check_same
 from taskgraph.elastic_jobs.seeding import Turn, derived_seed, seed_generators
 from taskgraph.elastic_jobs.sharing import check_shared
-from taskgraph.elastic_jobs.state import capture, check_names, leaves, writable
-from taskgraph.errors import StepError
+from taskgraph.elastic_jobs.state import capture, check_names, digests, leaves, load, writable
+from taskgraph.errors import StateError, StepError
 from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import decode, encode
 
@@ -26,12 +27,25 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.usercall import UserCall
     from taskgraph.elastic_jobs.watching import Watch
 
-__all__ = ["PIECE", "SUMMED", "Progress"]
+__all__ = ["PIECE", "SUMMED", "Carried", "Progress"]
 
 SUMMED: Final = 1
 BOUNDARY: Final = 3
 PIECE: Final = 4
 """Seeds of code after a round, between two steps, and in a piece: they differ at one position."""
+
+
+class Carried(Protocol):
+    """What newcomers and checkpoints get beside the user's state."""
+
+    def captured(self) -> Any:
+        """Returns a value that travels. Later changes must not reach it."""
+
+    def load(self, captured: Any) -> None:
+        """Takes what another worker captured."""
+
+    def digests(self) -> dict[str, bytes]:
+        """Returns digests by name, which are compared with those of other workers, as those of the state are."""
 
 
 class Progress:
@@ -46,7 +60,7 @@ class Progress:
         watch: a test that watches user code; None: there is none.
         early: what `run.once` and `run.map` gave before that, in order.
         arguments: what `run.steps` got that all workers have to give alike.
-        copied_arguments: those of the worker or the checkpoint that the state is copied from.
+        carried: by name, what travels with the state.
         copied_members: those of the group (`run.group`) of the worker whose state is copied.
     """
 
@@ -59,24 +73,40 @@ class Progress:
         self.watch: Watch | None = None
         self.early: list[Any] = []
         self.arguments: dict[str, int] = {}
-        self.copied_arguments: dict[str, int] = {}
+        self.carried: dict[str, Carried] = {}
         self.copied_members: tuple[str, ...] = ()
         self._begun = False
-        self._copied: tuple[int, int, bytes, dict[str, Any]] | None = (
-            None  # step, position, tag and state to begin with
-        )
+        self._copied: tuple[int, int, bytes, dict[str, Any]] | None = None  # step, position, tag, what was captured
         self._known: list[Any] = []  # values of `early` that came with the copied state, and user code has not got
 
-    def begin(self) -> tuple[int, dict[str, Any]] | None:
-        """Waits until user code may compute. Returns the number of the first step and the state to load, if this worker
-        begins with a copied one.
+    def begin(self, state: Any) -> int | None:
+        """Waits until user code may compute. Returns the number of the first step, if this worker begins with a copied
+        state, and loads that.
+
+        Args:
+            state: what `run.state` got.
+
+        Raises:
+            StateError: it is unlike the copied one.
+            StepError: `run.steps` got other arguments where the state was made.
         """
         self._wait()
         self.in_steps = True
         if self._copied is None:
             return None
-        step, self.position, self.tag, state = self._copied
-        return step, state
+        step, self.position, self.tag, content = self._copied
+        check_same(self.arguments, content["arguments"])
+        load(state, content["state"])
+        here, there = sorted(self.carried), sorted(content["carried"])
+        if here != there:
+            raise StateError(
+                f"this worker has {', '.join(here) or 'nothing'} beside its state, and {', '.join(there) or 'nothing'} "
+                f"where it is copied from: make the same calls of the run on all workers, and in a program that is "
+                f"resumed"
+            )
+        for name, carried in self.carried.items():
+            carried.load(content["carried"][name])
+        return step
 
     def _wait(self) -> None:
         if self._begun:
@@ -91,8 +121,7 @@ class Progress:
             content = decode(copied.value)
             self._known = list(content["early"])
             self.copied_members = tuple(content["members"])
-            self.copied_arguments = dict(content.get("arguments", {}))
-            self._copied = copied.step, copied.position, copied.tag, content["state"]
+            self._copied = copied.step, copied.position, copied.tag, content
 
     def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None, *, repeatable: bool = False) -> int | Sums:
         """Asks for a part of the position at work, or for its total, as `UserCall.ask` does.
@@ -140,10 +169,18 @@ class Progress:
             self.watch.boundary(number, state)
         if self.node.state_wanted:
             mark = self.node.trace.begin()
-            copy = capture(state, self.early, self.arguments, self.node.room().allocate, members)
+            carried = {name: each.captured() for name, each in self.carried.items()}
+            copy = capture(state, self.early, self.arguments, carried, self.node.room().allocate, members)
             self.node.trace.keep(mark, "loop", "copies the state", size_bytes=copy.size_bytes)
             self.node.give_state(number, self.position, self.tag, copy)
         self.seed(BOUNDARY)
+
+    def digests(self, state: Any) -> dict[str, bytes]:
+        """Returns the digest of each leaf of the state, and of what travels with it, by name."""
+        found = digests(state)
+        for each in self.carried.values():
+            found |= each.digests()
+        return found
 
     def seed(self, what: int) -> None:
         """Seeds the generators alike on all workers."""

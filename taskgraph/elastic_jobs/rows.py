@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.errors import StepError
+from taskgraph.sources.reading import order
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "check_numbers", "check_same"]
 
 
 @dataclass(frozen=True)
@@ -40,39 +42,17 @@ class Rows:
     drop_last: bool
 
     def __post_init__(self) -> None:
-        for name in ("rows", "batch", "parts", "passes", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) and not (name == "passes" and value is None):
-                raise StepError(f"run.steps({name}={value!r}): must be a whole number")
-        for name in ("rows", "batch", "parts"):
-            if getattr(self, name) < 1:
-                raise StepError(f"run.steps({name}={getattr(self, name)}): must be at least 1")
-        if self.passes is not None and self.passes < 1:
-            raise StepError(f"run.steps(passes={self.passes}): must be at least 1, or None (until `break`)")
+        check_numbers(self, ("rows", "batch", "parts", "passes", "seed"))
         if self.batch > self.rows:
             raise StepError(
                 f"run.steps(rows={self.rows}, batch={self.batch}): a batch has more rows than there are: make it "
                 f"{self.rows} at most"
-            )
-        if self.parts > self.batch:
-            raise StepError(
-                f"run.steps(batch={self.batch}, parts={self.parts}): a part would have no row: make parts "
-                f"{self.batch} at most"
             )
 
     @property
     def arguments(self) -> dict[str, int]:
         """The arguments that say which rows a step has: the same on all workers, and in a run that is resumed."""
         return {name: int(getattr(self, name)) for name in ("rows", "batch", "parts", "seed", "shuffle", "drop_last")}
-
-    def check_same(self, before: Mapping[str, int]) -> None:
-        """Raises StepError if the worker or the checkpoint that the state is copied from has other arguments."""
-        for name, value in self.arguments.items():
-            if before.get(name, value) != value:
-                raise StepError(
-                    f"run.steps({name}={value}), and the state was made with {name}={before[name]}: give the same "
-                    f"arguments on all workers, and to a run that is resumed (only passes may change)"
-                )
 
     @property
     def per_pass(self) -> int:
@@ -99,11 +79,34 @@ class Rows:
         return [rows[first:end] for first, end in itertools.pairwise(ends)]
 
 
+def check_numbers(arguments: Any, names: Sequence[str]) -> None:
+    """Raises StepError if arguments of `run.steps` are no whole numbers, or do not fit each other."""
+    for name in names:
+        value = getattr(arguments, name)
+        if not isinstance(value, int | np.integer) and not (name == "passes" and value is None):
+            raise StepError(f"run.steps({name}={value!r}): must be a whole number")
+        if value is not None and name not in ("passes", "seed") and value < 1:
+            raise StepError(f"run.steps({name}={value}): must be at least 1")
+    if arguments.passes is not None and arguments.passes < 1:
+        raise StepError(f"run.steps(passes={arguments.passes}): must be at least 1, or None (until `break`)")
+    if arguments.parts > arguments.batch:
+        raise StepError(
+            f"run.steps(batch={arguments.batch}, parts={arguments.parts}): a part would have no row: make parts "
+            f"{arguments.batch} at most"
+        )
+
+
+def check_same(arguments: Mapping[str, int], before: Mapping[str, int]) -> None:
+    """Raises StepError if the worker or the checkpoint that the state is copied from got other arguments."""
+    for name, value in arguments.items():
+        if before.get(name, value) != value:
+            raise StepError(
+                f"run.steps({name}={value}), and the state was made with {name}={before[name]}: give the same "
+                f"arguments on all workers, and to a run that is resumed (only passes may change)"
+            )
+
+
 @lru_cache(maxsize=2)
 def _order(rows: Rows, pass_number: int) -> NDArray[np.int64]:
     """Returns the order of the rows in a pass, read-only."""
-    order = np.arange(rows.rows, dtype=np.int64)
-    if rows.shuffle:
-        np.random.Generator(np.random.Philox([rows.seed & (2**64 - 1), pass_number])).shuffle(order)
-    order.setflags(write=False)
-    return order
+    return order(rows.rows, pass_number, rows.seed, rows.shuffle)

@@ -7,8 +7,10 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from taskgraph.elastic_jobs.data import Data, data_of, loader_arguments
+from taskgraph.elastic_jobs.data import data_of, loader_arguments
+from taskgraph.elastic_jobs.feeds import Feed, Numbered
 from taskgraph.elastic_jobs.groups import Group, Turns
+from taskgraph.elastic_jobs.lanes import LaneOptions, Lanes
 from taskgraph.elastic_jobs.parts import Part, kept_modules
 from taskgraph.elastic_jobs.progress import Progress
 from taskgraph.elastic_jobs.rows import Rows
@@ -16,6 +18,7 @@ from taskgraph.elastic_jobs.seeding import Turn
 from taskgraph.elastic_jobs.state import State
 from taskgraph.elastic_jobs.steps import Step, StepOptions, Steps
 from taskgraph.errors import StateError, StepError
+from taskgraph.sources.reading import Source, is_source
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.usercall import UserCall
@@ -146,6 +149,7 @@ class Run:
         seed: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
+        buffer: int = 0,
         unused: str = "error",
         nonfinite: str = "event",
     ) -> Steps:
@@ -154,14 +158,18 @@ class Run:
         Args:
             data: in place of `rows`: an array, an object with `len(data)` and `data[row]`, or a PyTorch DataLoader, of
                 which dataset, batch size, shuffling, `drop_last` and `collate_fn` count. Its `num_workers` and
-                prefetching do not: user code's thread reads the rows of a part when it asks for `part.data`.
+                prefetching do not: user code's thread reads the rows of a part when it asks for `part.data`. Or a
+                source (`tg.lines(url)`, ..., an object with `pieces()` and `read(piece)`), whose rows are read one
+                after another: part i reads every `parts`-th piece, from piece i on.
             rows: the number of rows.
             batch: rows of a step.
             parts: parts of a step: micro-batches, which are summed in a fixed order.
             passes: over all rows; None: until `break`.
             seed: of the order of the rows; None: the job's.
-            shuffle: False: the rows' own order.
-            drop_last: leave out the smaller step that ends a pass.
+            shuffle: False: the rows' own order. Of a source, the order of its pieces.
+            drop_last: leave out the smaller step that ends a pass. Not with a source.
+            buffer: of a source: so many rows of a piece are kept back, of which one is drawn each time; 0: their own
+                order.
             unused: "zero": a parameter without a gradient in some parts has the gradient 0 there.
             nonfinite: what nan or inf in a total gives: "event", "error" or "ignore".
 
@@ -181,19 +189,35 @@ class Run:
         ):
             if value not in known:
                 raise StepError(f"run.steps({name}={value!r}): must be one of {', '.join(map(repr, known))}")
-        found: Data | None = None
-        if data is not None:
-            if rows is not None:
-                raise StepError("run.steps(data, rows=...): give one of them: the rows of data are counted")
+        if data is not None and rows is not None:
+            raise StepError("run.steps(data, rows=...): give one of them: the rows of data are counted")
+        seed = self.progress.node.spec.seed if seed is None else seed
+        if is_source(data):
+            if batch is None or drop_last:
+                what = "needs batch=..." if batch is None else "with drop_last=True: nobody knows the last step before"
+                raise StepError(f"run.steps(source) {what}")
+            feed: Feed = self._lanes(data, LaneOptions(batch, parts, passes, seed, shuffle, buffer))
+        else:
+            if buffer:
+                raise StepError("run.steps(buffer=...) is for sources: rows with numbers are all shuffled")
+            found = None
             if (loader := loader_arguments(data)) is not None:
                 if batch is not None:
                     raise StepError("run.steps(loader, batch=...): the loader's batch_size counts; leave out batch")
                 batch, shuffle, drop_last = loader.batch, loader.shuffle, loader.drop_last
-            found = data_of(data)
-            rows = found.rows
-        if rows is None or batch is None:
-            raise StepError("run.steps(...) needs rows=... and batch=..., or a DataLoader, or data with batch=...")
-        seed = self.progress.node.spec.seed if seed is None else seed
-        of = Rows(rows, batch, parts, passes, seed, shuffle, drop_last)
-        self._steps = Steps(self, of, StepOptions(found, unused == "zero", nonfinite))
+            if data is not None:
+                found = data_of(data)
+                rows = found.rows
+            if rows is None or batch is None:
+                raise StepError("run.steps(...) needs rows=... and batch=..., or a DataLoader, or data with batch=...")
+            feed = Numbered(Rows(rows, batch, parts, passes, seed, shuffle, drop_last), found)
+        self._steps = Steps(self, feed, StepOptions(unused == "zero", nonfinite))
         return self._steps
+
+    def _lanes(self, source: Source, options: LaneOptions) -> Lanes:
+        """Returns the lanes of a source. One worker finds its pieces, and all get them."""
+        call = "run.steps(source)"
+        (pieces,) = self._pieces(call, lambda _: list(source.pieces()), [None])
+        lanes = Lanes(source, pieces, options, lambda function, numbers: self._pieces(call, function, [*numbers]))
+        self.progress.carried["lanes"] = lanes
+        return lanes

@@ -123,9 +123,15 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def capture(
-    state: Any, early: Sequence[Any], arguments: Mapping[str, int], allocate: Allocate, members: Sequence[str] = ()
+    state: Any,
+    early: Sequence[Any],
+    arguments: Mapping[str, int],
+    carried: Mapping[str, Any],
+    allocate: Allocate,
+    members: Sequence[str] = (),
 ) -> Encoded:
-    """Encodes the state, what was computed before the first step, the arguments of `run.steps`, and a group's members.
+    """Encodes the state, what was computed before the first step, the arguments of `run.steps`, what travels with the
+    state, and a group's members.
 
     Later changes do not reach it.
 
@@ -137,7 +143,13 @@ def capture(
     """
     pytorch()
     content = {name: _captured(value) for name, value in _items(state).items()}
-    whole = {"state": content, "early": list(early), "arguments": dict(arguments), "members": list(members)}
+    whole = {
+        "state": content,
+        "early": list(early),
+        "arguments": dict(arguments),
+        "carried": dict(carried),
+        "members": list(members),
+    }
     return encode(whole, what="run.state", allocate=allocate)
 
 

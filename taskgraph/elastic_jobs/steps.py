@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 
 from taskgraph.elastic_jobs.differing import digests_of_arguments, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
-from taskgraph.elastic_jobs.parts import KINDS, Part, Place, Round, title
+from taskgraph.elastic_jobs.parts import CARRIED, KINDS, Part, Place, Round, title
 from taskgraph.elastic_jobs.progress import SUMMED, Progress
-from taskgraph.elastic_jobs.state import check_parameters, digests, large_sizes, load
+from taskgraph.elastic_jobs.state import check_parameters, large_sizes
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode
 
 if TYPE_CHECKING:
-    from taskgraph.elastic_jobs.data import Data
+    from taskgraph.elastic_jobs.feeds import Feed
     from taskgraph.elastic_jobs.gradients import Gradients
-    from taskgraph.elastic_jobs.rows import Rows
     from taskgraph.elastic_jobs.tracing import Mark
     from taskgraph.graph.sums import Sums
 
@@ -41,12 +40,10 @@ class StepOptions:
     """What `run.steps` got, beside the rows.
 
     Attributes:
-        data: None: parts have no data.
         zeros: a gradient that only some parts have counts as 0 in the others.
         nonfinite: what a total with nan or inf gives: "event", "error" or "ignore".
     """
 
-    data: Data | None = None
     zeros: bool = False
     nonfinite: str = "event"
 
@@ -61,45 +58,41 @@ class RunOfSteps(Protocol):
 class Steps:
     """The steps of a run, in order."""
 
-    def __init__(self, run: RunOfSteps, rows: Rows, options: StepOptions) -> None:
+    def __init__(self, run: RunOfSteps, feed: Feed, options: StepOptions) -> None:
         self.run = run
         self.options = options
-        self.rows = rows
+        self.feed = feed
         self.finite = True  # the last total
         self._step: Step | None = None
         self._first: dict[str, bytes] = {}  # the digests of the state before step 0
 
     @property
     def per_pass(self) -> int:
-        """The number of steps of a pass."""
-        return self.rows.per_pass
+        """The number of steps of a pass. Raises StepError with a source, of which it is not known."""
+        return self.feed.per_pass
 
     def __len__(self) -> int:
-        if self.rows.steps is None:
-            raise TypeError("the run has no last step: give run.steps(passes=...)")
-        return self.rows.steps
+        return len(self.feed)
 
     def __iter__(self) -> Iterator[Step]:
         progress, state = self.run.progress, self.run.named
         if progress.in_steps:
             raise StepError("the steps of a run are taken once: tell phases by step.number, and passes by passes=...")
         check_parameters(state)
-        progress.arguments = self.rows.arguments
-        number, watch, trace, copied = 0, progress.watch, progress.node.trace, progress.begin()
+        progress.arguments = self.feed.arguments
+        number, watch, trace, copied = 0, progress.watch, progress.node.trace, progress.begin(state)
         if copied is not None:
-            number, captured = copied
-            self.rows.check_same(progress.copied_arguments)
-            load(state, captured)
+            number = copied
             if watch is not None:
                 watch.copied(number)
-        while self.rows.steps is None or number < self.rows.steps:
+        while self.feed.has(number):
             progress.boundary(number, state)
             self._step = Step(self, number)
             if is_checked(number) and not progress.node.is_behind(progress.position):
                 mark = trace.begin()
-                found = digests(state)
+                found = progress.digests(state)
                 trace.keep(mark, "loop", "digest of the state")
-                self._step.check_state({**found, **digests_of_arguments(self.rows.arguments)})
+                self._step.check_state({**found, **digests_of_arguments(self.feed.arguments)})
                 self._check_changed(number, found)
                 progress.node.note_large(large_sizes(state))
             self._step.begin_code()
@@ -141,6 +134,7 @@ class Step:
         self.number = number
         self.round = 0
         self._steps = steps
+        self._rows = steps.feed.step(number)
         self._total: dict[str, Any] | None = None
         self._collected: list[dict[str, Any]] = []
         self._gradients: Gradients | None = None
@@ -151,22 +145,25 @@ class Step:
     @property
     def pass_number(self) -> int:
         """The number of the pass, from 0."""
-        return self.number // self._steps.per_pass
+        return self._rows.pass_number
 
     @property
     def ends_pass(self) -> bool:
-        """True for the last step of a pass."""
-        return (self.number + 1) % self._steps.per_pass == 0
+        """True for the last step of a pass; of a source it is known after the first round."""
+        return self._rows.ends_pass
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The rows of the step, int64, shape (size,), in the order of the parts."""
-        return self._steps.rows.of_step(self.number).copy()
+        """The rows of the step, int64, shape (size,), in the order of the parts.
+
+        Of a source they are known after the first round: numbers of the piece, and of the row in it, shape (size, 2).
+        """
+        return self._rows.rows
 
     @property
     def size(self) -> int:
-        """The number of the step's rows."""
-        return len(self._steps.rows.of_step(self.number))
+        """The number of the step's rows; of a source it is known after the first round."""
+        return self._rows.size
 
     def __iter__(self) -> Iterator[Part]:
         """Yields this worker's parts, until the total of the round is there.
@@ -181,17 +178,17 @@ class Step:
         self.round += 1
         self._over, self._total = False, None
         steps, trace = self._steps, self._steps.run.progress.node.trace
-        progress, rows = steps.run.progress, steps.rows.of_parts(self.number)
+        progress, rows = steps.run.progress, self._rows
         watch = progress.watch
         what = b"%d.%d" % (self.number, self.round) + (self._state if self.round == 1 else b"")
         place = Place(progress.node.spec.seed, self.number, self.round)
         current = Round(place, steps.run.named, steps.options.zeros, progress.node.allocate)
         self._gradients = current.gradients
         done: tuple[int, Sums] | None = None
-        while isinstance(answer := progress.ask(len(rows), what, done, repeatable=True), int):
-            part = Part(current, answer, rows[answer], steps.options.data)
+        while isinstance(answer := progress.ask(rows.parts, what, done, repeatable=True), int):
+            part = rows.part(current, answer)
             if watch is not None:
-                for trial in watch.trials(place, part, steps.rows):
+                for trial in watch.trials(place, part, steps.feed):
                     trial.begin()
                     yield trial
                     watch.tried(trial, current.close(trial))
@@ -206,13 +203,14 @@ class Step:
             if watch is not None:
                 watch.computed(place, part, done[1])
         if watch is not None:
-            watch.total(place, len(rows))
+            watch.total(place, rows.parts)
         mark = trace.begin()
         total = answer.tree(KINDS.values(), progress.node.allocate)
         self._check_finite(answer, total)
-        current.finish(total, len(rows))
+        current.finish(total, rows.parts)
         pytorch()
         self._collected = [decode(tree, writable=True) for tree in answer.collected.values()]
+        self._rows.take([tree.pop(CARRIED, {}) for tree in self._collected])
         self._total, self._over = total, True
         progress.seed(SUMMED)
         trace.keep(mark, "total", "puts the total in place")
@@ -232,6 +230,7 @@ class Step:
         """Ends the step, when user code asks for the next one."""
         self.check_part_loop_ended()
         self._end_code()
+        self._rows.end()
         if self._gradients is not None:
             self._gradients.clear()
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from taskgraph.elastic_jobs.feeds import Feed
     from taskgraph.elastic_jobs.parts import Part, Place
-    from taskgraph.elastic_jobs.rows import Rows
     from taskgraph.graph.sums import Sums
     from taskgraph.protocol.messages import Encoded
 
@@ -26,7 +26,7 @@ class Watch(Protocol):
     def last_boundary(self, step: int, state: Any) -> None:
         """User code has taken all steps, this many."""
 
-    def trials(self, place: Place, part: Part, rows: Rows) -> Iterator[Part]:
+    def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
         """Yields parts for user code to compute before this part, which count nowhere."""
 
     def tried(self, part: Part, sums: Sums) -> None:

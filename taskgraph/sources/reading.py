@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from taskgraph.errors import JobError
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Source", "Values", "as_source", "content_of", "order", "rows_of"]
+__all__ = ["Source", "Values", "as_source", "content_of", "is_source", "order", "rows_of"]
 
 
 class Source(Protocol):
@@ -45,6 +45,11 @@ class Values:
         return (piece,)
 
 
+def is_source(of: Any) -> TypeGuard[Source]:
+    """True if an object has `pieces()` and `read(piece)`."""
+    return not isinstance(of, type) and all(callable(getattr(of, name, None)) for name in ("pieces", "read"))
+
+
 def as_source(of: Source | Iterable[Any]) -> Source:
     """Returns a source as it is, and a range, a sequence or another iterable of values as a source.
 
@@ -53,8 +58,8 @@ def as_source(of: Source | Iterable[Any]) -> Source:
     """
     if isinstance(of, type):
         raise JobError(f"a source is an object, not the class {of.__name__}: write {of.__name__}()")
-    if callable(getattr(of, "pieces", None)) and callable(getattr(of, "read", None)):
-        return of  # type: ignore[return-value]
+    if is_source(of):
+        return of
     if isinstance(of, str | bytes):
         raise JobError(
             f"{of!r} is no source: name files as tg.files(url), tg.lines(url), tg.csv(url) or tg.parquet(url)"

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from taskgraph.elastic_jobs.feeds import Feed
 from taskgraph.elastic_jobs.parts import Part, Place
-from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.errors import StepError
 from taskgraph.graph.sums import Sums
 
@@ -31,11 +31,11 @@ class MeansCheck:
         self._kind = ""
         self._uneven = False
 
-    def trials(self, place: Place, part: Part, rows: Rows) -> Iterator[Part]:
+    def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
         if place.step > 0 or self._last is None or part.number % 2 == 0:
             return
-        self._uneven = _is_uneven(rows)
-        yield part.with_rows(np.concatenate([self._last[0].rows, part.rows]))
+        self._uneven = feed.is_uneven
+        yield part.joined(self._last[0])
 
     def tried(self, part: Part, sums: Sums) -> None:
         self._tried = sums.tree()
@@ -85,11 +85,6 @@ class MeansCheck:
         mean = (one * weights[0] + two * weights[1]) / (weights[0] + weights[1])
         self._losses.append((found, mean, one + two))
         self._kind = next(name for name in both if name.endswith("gradients"))
-
-
-def _is_uneven(rows: Rows) -> bool:
-    """True if parts of a pass differ in size."""
-    return len({len(part) for step in {0, rows.per_pass - 1} for part in rows.of_parts(step)}) > 1
 
 
 def _check_sum(name: str, both: Any, first: Any, second: Any, size: int, other_size: int) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import CodeType
 from typing import Any
 
+from taskgraph.elastic_jobs.feeds import Feed
 from taskgraph.elastic_jobs.parts import Part, Place
-from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.elastic_jobs.run import Run
-from taskgraph.elastic_jobs.state import digests
 from taskgraph.elastic_jobs.steps import FEW_STEPS, UNCHANGED
 from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.sums import Sums
@@ -68,8 +67,8 @@ class Watcher:
     def last_boundary(self, step: int, state: Any) -> None:
         pass
 
-    def trials(self, place: Place, part: Part, rows: Rows) -> Iterator[Part]:
-        self._endless = rows.steps is None
+    def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
+        self._endless = feed.is_endless
         return iter(())
 
     def tried(self, part: Part, sums: Sums) -> None:
@@ -120,11 +119,11 @@ class Recorder(Watcher):
         self._record.variables[step] = digests_of(variables_of(self._code))
 
     def last_boundary(self, step: int, state: Any) -> None:
-        self._record.states[step] = digests(state)
+        self._record.states[step] = self._run.progress.digests(state)
 
-    def trials(self, place: Place, part: Part, rows: Rows) -> Iterator[Part]:
-        super().trials(place, part, rows)
-        return self._means.trials(place, part, rows)
+    def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
+        super().trials(place, part, feed)
+        return self._means.trials(place, part, feed)
 
     def tried(self, part: Part, sums: Sums) -> None:
         self._means.tried(part, sums)
@@ -144,7 +143,7 @@ class Recorder(Watcher):
     def _digests(self) -> dict[str, bytes]:
         """Returns the digests of the state; none while it has what cannot travel, which the first step says."""
         try:
-            return digests(self._run.named)
+            return self._run.progress.digests(self._run.named)
         except (ValueError, ValueNotEncodable):  # ValueError: a lazy parameter
             return {}
 
@@ -176,11 +175,11 @@ class Comparer(Watcher):
 
     def boundary(self, step: int, state: Any) -> None:
         self._comparison.variables(step, variables_of(self._code))
-        self._comparison.step(step, digests(state))
+        self._comparison.step(step, self._run.progress.digests(state))
         super().boundary(step, state)
 
     def last_boundary(self, step: int, state: Any) -> None:
-        self._comparison.state(step, digests(state))
+        self._comparison.state(step, self._run.progress.digests(state))
 
     def computed(self, place: Place, part: Part, sums: Sums) -> None:
         self._comparison.part(place, part, sums)

@@ -74,9 +74,14 @@ def call_body(run: Any, body: str) -> Any:
     return _bodies[body](run)
 
 
+def job_of(body: Body) -> Job:
+    """Returns a function as a job."""
+    _bodies[body.__qualname__] = body
+    return call_body(body=body.__qualname__)
+
+
 async def run_body(
     body: Body, scenario: Scenario = (1, ""), on_event: Callable[[Event], None] | None = None, *, traced: bool = False
 ) -> Any:
     """Runs a function as a job; returns its value."""
-    _bodies[body.__qualname__] = body
-    return (await run_job(call_body(body=body.__qualname__), scenario, on_event, traced=traced)).values[0]
+    return (await run_job(job_of(body), scenario, on_event, traced=traced)).values[0]

@@ -1,0 +1,313 @@
+"""The steps of a run that reads a source: rows that cannot be read by number.
+
+    the pieces of a pass, in seeded order ──dealt──► lane 0: pieces 0, L, 2L ...   lane 1: pieces 1, L + 1 ...   L parts
+    part i of a step: the next rows of lane i ──► with its sums, the position in the lane behind them ──► all workers
+
+So each worker knows before a step where every lane stands, and whoever computes a part reads from there: it goes on
+with the open file if it had the lane in the step before. A position is always that of a row that exists. A pass begins
+with a round in which each lane is opened, and the first row found; it ends when all lanes have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.elastic_jobs.data import Taken
+from taskgraph.elastic_jobs.parts import Part, Round
+from taskgraph.elastic_jobs.rows import check_numbers
+from taskgraph.elastic_jobs.seeding import derived_seed
+from taskgraph.errors import StepError
+from taskgraph.sources.reading import Source, order, rows_of
+
+__all__ = ["LaneOptions", "Lanes"]
+
+_CARRIED = "lane"
+"""What a part carries with its sums: spans of rows that it has read, and the position behind them."""
+Opening = Callable[[Callable[[int], Any], Sequence[int]], list[Any]]
+"""Calls a function with each number on some worker; returns all results, on all workers."""
+
+
+class At(NamedTuple):
+    """A row of a lane.
+
+    Attributes:
+        piece: its place among those of the lane.
+        offset: of the row, in its piece.
+    """
+
+    piece: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class LaneOptions:
+    """What `run.steps(source)` got. Arguments as there.
+
+    Raises:
+        StepError: a number does not fit; the message says which.
+    """
+
+    batch: int
+    parts: int
+    passes: int | None
+    seed: int
+    shuffle: bool
+    buffer: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self, ("batch", "parts", "passes", "seed"))
+        if not isinstance(self.buffer, int) or self.buffer < 0:
+            raise StepError(f"run.steps(buffer={self.buffer!r}): must be a number of rows, or 0 for their own order")
+
+
+class Lanes:
+    """The lanes of a source. A `feeds.Feed`; newcomers and checkpoints get where the lanes stand.
+
+    Args:
+        pieces: of the source, the same on all workers.
+        opening: computes pieces of the round that opens a pass.
+    """
+
+    def __init__(self, source: Source, pieces: Sequence[Any], options: LaneOptions, opening: Opening) -> None:
+        if not len(pieces):
+            raise StepError("run.steps(source): the source has no pieces")
+        self.options = options
+        self._source = source
+        self._pieces = pieces
+        self._opening = opening
+        self.pass_number = -1
+        self.at: list[At | None] = []
+        self._readers: dict[tuple[int, int], _Reader] = {}
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        of = self.options
+        return {name: int(getattr(of, name)) for name in ("batch", "parts", "seed", "shuffle", "buffer")}
+
+    @property
+    def is_endless(self) -> bool:
+        return self.options.passes is None
+
+    @property
+    def is_uneven(self) -> bool:
+        return True  # lanes end anywhere
+
+    @property
+    def per_pass(self) -> int:
+        raise StepError("steps.per_pass: the rows of a source are counted as they are read; see step.ends_pass")
+
+    def __len__(self) -> int:
+        raise TypeError("the number of steps of a source is not known before all its rows are read")
+
+    def has(self, number: int) -> bool:
+        while not any(self.at):
+            if self.options.passes is not None and self.pass_number + 1 >= self.options.passes:
+                return False
+            self._open()
+        return True
+
+    def step(self, number: int) -> LaneStep:
+        return LaneStep(self, number)
+
+    def _open(self) -> None:
+        """Opens all lanes of the next pass, each on some worker."""
+        self.pass_number += 1
+        lanes = range(min(self.options.parts, len(self._pieces)))
+        found = self._opening(lambda lane: self.reader(lane).begin(), lanes)
+        self.at = [None if at is None else At(*at) for at in found]
+        if not any(self.at):
+            raise StepError(f"run.steps(source): the source has no rows in its {len(self._pieces)} pieces")
+
+    def reader(self, lane: int) -> _Reader:
+        """Returns the reader of a lane of this pass."""
+        key = self.pass_number, lane
+        if key not in self._readers:
+            numbers = self._order(self.pass_number)[lane :: self.options.parts].tolist()
+            self._readers[key] = _Reader(numbers, self._rows_of)
+        return self._readers[key]
+
+    def _rows_of(self, number: int) -> Iterator[Any]:
+        seed = derived_seed(self.options.seed, self.pass_number, number)
+        return rows_of(self._source, self._pieces[number], buffer=self.options.buffer, seed=seed)
+
+    def _order(self, pass_number: int) -> NDArray[np.int64]:
+        return _order(len(self._pieces), pass_number, self.options.seed, self.options.shuffle)
+
+    def keep_readers(self, lanes: set[int]) -> None:
+        """Closes the readers of all other lanes: other workers read them now."""
+        for key in [*self._readers]:
+            if key[0] != self.pass_number or key[1] not in lanes:
+                self._readers.pop(key).close()
+
+    # -- in the state that newcomers and checkpoints get ------------------------------------------
+
+    def captured(self) -> dict[str, Any]:
+        return {"pass": self.pass_number, "at": [None if at is None else tuple(at) for at in self.at]}
+
+    def digests(self) -> dict[str, bytes]:
+        return {}  # totals decide where lanes stand, and tags have the totals
+
+    def load(self, captured: Mapping[str, Any]) -> None:
+        self.pass_number = captured["pass"]
+        self.at = [None if at is None else At(*at) for at in captured["at"]]
+
+
+class LaneStep:
+    """One step. A `feeds.FeedStep`."""
+
+    def __init__(self, of: Lanes, number: int) -> None:
+        self._of = of
+        self._number = number
+        self.pass_number = of.pass_number
+        self._lanes = [lane for lane, at in enumerate(of.at) if at is not None]
+        self._begins = [*of.at]
+        self._read: set[int] = set()
+        self._rows: NDArray[np.int64] | None = None
+        self._ends_pass = False
+
+    @property
+    def ends_pass(self) -> bool:
+        self._after("ends_pass")
+        return self._ends_pass
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        return self._after("rows").copy()
+
+    @property
+    def size(self) -> int:
+        return len(self._after("size"))
+
+    def _after(self, what: str) -> NDArray[np.int64]:
+        if self._rows is None:
+            raise StepError(f"step.{what} of a source is known after `for part in step`")
+        return self._rows
+
+    @property
+    def parts(self) -> int:
+        return len(self._lanes)
+
+    def part(self, of: Round, number: int) -> Part:
+        options, lane = self._of.options, self._lanes[number]
+        size, larger = divmod(options.batch, options.parts)
+        at = self._begins[lane]
+        assert at is not None
+        read = self._of.reader(lane).read(at, size + (lane < larger))
+        self._read.add(lane)
+        part = Part(of, number, _expanded(read.spans), Taken(read.rows))
+        part.carried[_CARRIED] = {"spans": read.spans, "next": None if read.next is None else tuple(read.next)}
+        return part
+
+    def take(self, carried: Sequence[Mapping[str, Any]]) -> None:
+        if self._rows is not None:
+            return  # a further round over the same parts
+        read = [each[_CARRIED] for each in carried]
+        self._rows = np.concatenate([_expanded(each["spans"]) for each in read])
+        for lane, each in zip(self._lanes, read, strict=True):
+            self._of.at[lane] = None if each["next"] is None else At(*each["next"])
+        self._ends_pass = not any(self._of.at)
+
+    def end(self) -> None:
+        self._of.keep_readers(self._read)
+        if self._rows is None:
+            raise StepError(
+                f"step {self._number} has read no rows: the rows of a source are read by `for part in step`, once in "
+                f"each step at least"
+            )
+
+
+class _Rows(NamedTuple):
+    """What a part has read.
+
+    Attributes:
+        rows: the rows.
+        spans: (piece, first row in it, rows) of each run of rows; int64, shape (n, 3).
+        next: the row behind them; None: the lane has ended.
+    """
+
+    rows: list[Any]
+    spans: NDArray[np.int64]
+    next: At | None
+
+
+class _Reader:
+    """Reads one lane of one pass, from any of its rows.
+
+    Args:
+        pieces: their numbers, in the order of the lane.
+        rows_of: the rows of a piece.
+    """
+
+    def __init__(self, pieces: Sequence[int], rows_of: Callable[[int], Iterator[Any]]) -> None:
+        self._pieces = pieces
+        self._rows_of = rows_of
+        self._rows: Iterator[tuple[At, Any]] = iter(())
+        self._next: tuple[At, Any] | None = None
+        self._last: tuple[At, _Rows] | None = None
+
+    def begin(self) -> tuple[int, int] | None:
+        """Opens the lane. Returns the position of its first row; None: it has no rows."""
+        self._seek(At(0, 0))
+        return None if self._next is None else (self._next[0].piece, self._next[0].offset)
+
+    def read(self, at: At, count: int) -> _Rows:
+        """Reads the row at a position, and those that follow, `count` at most."""
+        if self._last is not None and self._last[0] == at:
+            return self._last[1]
+        if self._next is None or self._next[0] != at:
+            self._seek(at)
+        if self._next is None or self._next[0] != at:
+            raise StepError(
+                f"piece {self._pieces[at.piece]} of the source had more than {at.offset} rows when it was read first, "
+                f"and has fewer now: read(piece) has to give the same rows each time, on every worker"
+            )
+        rows: list[Any] = []
+        spans: list[list[int]] = []
+        while self._next is not None and len(rows) < count:
+            (index, offset), row = self._next
+            piece = self._pieces[index]
+            if spans and spans[-1][0] == piece:
+                spans[-1][2] += 1
+            else:
+                spans.append([piece, offset, 1])
+            rows.append(row)
+            self._next = next(self._rows, None)
+        read = _Rows(rows, np.array(spans, np.int64), None if self._next is None else self._next[0])
+        self._last = at, read
+        return read
+
+    def _seek(self, at: At) -> None:
+        self.close()
+        self._rows = self._from(at)
+        self._next = next(self._rows, None)
+
+    def _from(self, at: At) -> Iterator[tuple[At, Any]]:
+        for index in range(at.piece, len(self._pieces)):
+            first = at.offset if index == at.piece else 0
+            for offset, row in enumerate(self._rows_of(self._pieces[index])):
+                if offset >= first:
+                    yield At(index, offset), row
+
+    def close(self) -> None:
+        """Closes what is open."""
+        if (close := getattr(self._rows, "close", None)) is not None:
+            close()
+        self._rows, self._next, self._last = iter(()), None, None
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, pass_number: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
+    return order(count, pass_number, seed, shuffle)
+
+
+def _expanded(spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns (piece, row in it) of each row of spans: int64, shape (rows, 2)."""
+    return np.concatenate(
+        [np.stack([np.full(count, piece), np.arange(first, first + count)], 1) for piece, first, count in spans]
+    )
