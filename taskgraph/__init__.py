@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         OutcomeUnknown,
         PeerGone,
         PeerLost,
+        PieceFailed,
         Refused,
         StateError,
         StepError,
@@ -61,7 +62,8 @@ if TYPE_CHECKING:
     from taskgraph.graph.values import codec, message
     from taskgraph.jobs import Job, job
     from taskgraph.launch.run import arun, result, run
-    from taskgraph.results import EpochReport, JobResult
+    from taskgraph.maps.mapping import imap, map
+    from taskgraph.results import EpochReport, Failed, JobResult
     from taskgraph.settings import Settings
     from taskgraph.shape import handles, stateless
     from taskgraph.sources.delimited import csv
@@ -83,6 +85,7 @@ __all__ = [
     "EpochReport",
     "EpochTable",
     "Event",
+    "Failed",
     "FingerprintMismatch",
     "GraphError",
     "Group",
@@ -103,6 +106,7 @@ __all__ = [
     "Part",
     "PeerGone",
     "PeerLost",
+    "PieceFailed",
     "Refused",
     "Reply",
     "Run",
@@ -134,10 +138,12 @@ __all__ = [
     "full",
     "grid",
     "handles",
+    "imap",
     "inverse",
     "job",
     "lines",
     "main",
+    "map",
     "message",
     "parquet",
     "result",
@@ -162,7 +168,8 @@ _MODULES = {
     "graph.values": ("codec", "message"),
     "jobs": ("Job", "job"),
     "launch.run": ("arun", "result", "run"),
-    "results": ("EpochReport", "JobResult"),
+    "maps.mapping": ("imap", "map"),
+    "results": ("EpochReport", "Failed", "JobResult"),
     "settings": ("Settings",),
     "shape": ("handles", "stateless"),
     "sources.delimited": ("csv",),

@@ -14,6 +14,7 @@ message what to do. Users read `str(error)`.
     │   ├── FingerprintMismatch a node runs another driver, or another version of it
     │   └── JobRunning          a job with that name is running already
     ├── JobFailed           the job ended without a result; has the traceback of the user's code
+    │   ├── PieceFailed         user code raised too often in a piece of a map or a queue
     │   ├── JobCancelled        a user ended the job
     │   └── JobTimeout          the job did not end within timeout_s
     ├── UnknownJob          no job with that name is known
@@ -50,6 +51,7 @@ __all__ = [
     "OutcomeUnknown",
     "PeerGone",
     "PeerLost",
+    "PieceFailed",
     "Refused",
     "StateError",
     "StepError",
@@ -215,6 +217,22 @@ class JobFailed(TaskGraphError):
     def __str__(self) -> str:
         text = super().__str__()
         return f"{text}\n\n{self.traceback_text.rstrip()}" if self.traceback_text else text
+
+
+class PieceFailed(JobFailed):
+    """User code raised in a piece of a map or a queue, as often as its `attempts` allow.
+
+    Attributes:
+        piece: the number of the piece, from 0.
+        node: the name of the node that tried it last.
+        traceback: of the last error, as a text.
+    """
+
+    def __init__(self, message: str, *, piece: int, node: str, traceback: str, job: str = "") -> None:
+        super().__init__(message, job=job, traceback_text=traceback)
+        self.piece = piece
+        self.node = node
+        self.traceback = traceback
 
 
 class JobCancelled(JobFailed):

@@ -15,7 +15,6 @@ import numpy as np
 
 from taskgraph.errors import DecodeError, JobError, error_text, first_names
 from taskgraph.graph.codecs import Codec, codec_of
-from taskgraph.graph.values import encode
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -26,7 +25,7 @@ else:
 
     T = TypeVar("T")
 
-__all__ = ["EpochReport", "JobResult", "json_pieces", "plain_value"]
+__all__ = ["EpochReport", "Failed", "JobResult", "json_pieces", "plain_value"]
 
 _NAMED = 5
 """Tasks that a message names."""
@@ -49,6 +48,21 @@ class EpochReport:
     epoch: int
     numbers: dict[str, float]
     by_task: dict[int, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """In place of the result of a piece that was set aside (`on_error="set aside"`).
+
+    Attributes:
+        piece: its number, from 0.
+        node: the name of the node that tried it last.
+        traceback: of the last error, as a text.
+    """
+
+    piece: int
+    node: str
+    traceback: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -89,17 +103,12 @@ class JobResult(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The only value, or that of all tasks if their values are equal: same types, same bits.
-
-        Raises:
-            JobError: there is no value, or there are different ones.
-        """
-        values = list(self.values.values())
-        if len(values) == 1 or (values and len({_digest(value) for value in values}) == 1):
-            return cast(T, values[0])
-        tasks = first_names([*map(str, self.values)], _NAMED)
-        which = f"tasks {tasks} returned different ones" if self.values else "no task returned one from result()"
-        raise JobError(f"JobResult.value is for jobs with one value; {which}: use .values")
+        """The only value: what the function of an elastic job returned. Raises JobError if there is not one value."""
+        if len(self.values) != 1:
+            tasks = first_names([*map(str, self.values)], _NAMED)
+            which = f"tasks {tasks} returned one each" if self.values else "no task returned one from result()"
+            raise JobError(f"JobResult.value is for jobs with one value; {which}: use .values")
+        return cast(T, next(iter(self.values.values())))
 
     def to_json(self) -> str:
         """Formats the result as a line of JSON: arrays as nested lists, bytes as base64, nan and infinities as strings.
@@ -156,10 +165,6 @@ def json_pieces(result: JobResult) -> Iterator[str]:
         "wall_s": round(result.wall_s, 3),
     }
     yield f"], {json.dumps(rest, allow_nan=False)[1:]}"
-
-
-def _digest(value: Any) -> bytes:
-    return encode(value, what="result").digest
 
 
 def _as_floats(numbers: Mapping[str, Any]) -> dict[str, float]:

@@ -25,7 +25,17 @@ from taskgraph.errors import JobError, TaskGraphError
 if TYPE_CHECKING:
     from taskgraph.jobs import Job, JobFunction
 
-__all__ = ["DriverRef", "check_no_loop", "check_not_importing", "load_driver", "make_job", "reference_of"]
+__all__ = [
+    "DriverRef",
+    "add_to_path",
+    "check_no_loop",
+    "check_not_importing",
+    "load_driver",
+    "load_file",
+    "load_module",
+    "make_job",
+    "reference_of",
+]
 
 _NOT_USER_CODE = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
 _MAX_FILES_NAMED = 10
@@ -57,8 +67,8 @@ class DriverRef:
         """
         if self.kind != "file":
             if self.root and Path(self.root).is_dir():
-                _add_to_path(self.root)
-            return _find(_load_module(self.location), self.function, self.location)
+                add_to_path(self.root)
+            return _find(load_module(self.location), self.function, self.location)
         path = Path(self.location)
         if not path.is_file():
             here = Path(path.name)
@@ -66,7 +76,7 @@ class DriverRef:
                 where = _working_directory() or "the working directory, which was removed"
                 raise JobError(f"there is no file {path} on this host, and no {path.name} in {where}")
             path = here.resolve()
-        return _find(_load_file(path), self.function, str(path))
+        return _find(load_file(path), self.function, str(path))
 
 
 def load_driver(text: str) -> JobFunction[...]:
@@ -79,8 +89,8 @@ def load_driver(text: str) -> JobFunction[...]:
     if not colon or not (function.isidentifier() or not function):
         location, function = text, ""
     if location.endswith(".py") or "/" in location or Path(location).is_file() or not location.strip("."):
-        return _find(_load_file(Path(location)), function, location)
-    return _find(_load_module(location), function, location)
+        return _find(load_file(Path(location)), function, location)
+    return _find(load_module(location), function, location)
 
 
 def _find(module: ModuleType, name: str, location: str) -> JobFunction[...]:
@@ -111,9 +121,10 @@ def _find(module: ModuleType, name: str, location: str) -> JobFunction[...]:
     )
 
 
-def _load_module(name: str) -> ModuleType:
+def load_module(name: str) -> ModuleType:
+    """Imports a module of the driver's. Raises JobError, with the place, if that fails."""
     if "" not in sys.path and (here := _working_directory()) is not None:
-        _add_to_path(str(here))
+        add_to_path(str(here))
     with _importing_driver(name):
         try:
             module = importlib.import_module(name)
@@ -124,11 +135,12 @@ def _load_module(name: str) -> ModuleType:
                 ) from error
             raise
     if getattr(module, "__file__", None) is None and (folders := list(getattr(module, "__path__", ()))):
-        return _load_file(Path(folders[0]))  # any directory can be imported, and has nothing in it then: this says so
+        return load_file(Path(folders[0]))  # any directory can be imported, and has nothing in it then: this says so
     return module
 
 
-def _load_file(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
+    """Imports a driver's file. Raises JobError, with the place, if that fails."""
     path = path.resolve()
     if not path.is_file():
         sources = [file.name for file in sorted(path.glob("*.py") if path.is_dir() else path.parent.glob("*.py"))]
@@ -143,7 +155,7 @@ def _load_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec, loader = _import_spec(name, path)
-    _add_to_path(str(path.parent))  # as `python path.py` does
+    add_to_path(str(path.parent))  # as `python path.py` does
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -202,7 +214,8 @@ def _working_directory() -> Path | None:
         return None
 
 
-def _add_to_path(folder: str) -> None:
+def add_to_path(folder: str) -> None:
+    """Lets modules be imported from a folder."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 

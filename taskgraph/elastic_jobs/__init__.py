@@ -15,6 +15,8 @@ What user code calls, in its thread:
     libraries      the array libraries that are imported
     progress       where user code is; pieces that one worker computes for all; `watching`: what a test sees of it
     groups         collectives for loops of another shape
+    shards         a loop over pieces that go to whoever is free
+    hand           the pieces that this worker has
     usercall       one call of the function: between its thread and the loop
 
 One worker, on the event loop:
@@ -22,6 +24,7 @@ One worker, on the event loop:
     node           its parts, its user code and its end
     view_changes   the views in etcd: it begins, proposes the next one, goes on alone
     joining        how a newcomer enters the view; `leaving`: how a draining worker leaves
+    dealing        the rounds that deal pieces, beside user code; `tally`: what follows from each
     engine         carries out what the core (`taskgraph.protocol.elastic`) decides; answers user code
     contributions  the sums of the position at work, and the total made of them; `slices`: large ones
     totals         those that are kept, also for newcomers

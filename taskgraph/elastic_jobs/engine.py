@@ -67,6 +67,7 @@ class Engine:
         none_whole_in: the number of the last view of which no worker is whole; -1: none.
         first_part_due: this worker has entered, and its first part is to be checked.
         behind: workers of the view that lack totals which this worker, their donor, does not keep any longer.
+        heard: called after each message and view.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Engine:
         self.behind: frozenset[str] = frozenset()
         self.first_part_due = False
         self.user_position = 0
+        self.heard: Callable[[], None] = _hear_nothing
         self._begun = -1  # the last position that user code has begun
         self._asked: tuple[int, Any] | None = None  # position and answer of user code that waits
 
@@ -105,11 +107,13 @@ class Engine:
         self.core.read_view(view)
         self.behind &= frozenset(() if self.core.view is None else self.core.view.workers)
         self._go()
+        self.heard()
 
     def receive(self, worker: str, message: Call) -> None:
         """Takes a message of another worker."""
         self._inbox.receive(worker, message)
         self._go()
+        self.heard()
 
     def ask(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
         """User code is at a position with this number of parts, and asks for some of them.
@@ -158,6 +162,7 @@ class Engine:
             self.totals.hold(number, Total.of(total))
         self.core.catch_up(position + len(totals))
         self._go()
+        self.heard()
 
     def send_key(self, view: int, key: str, value: bytes) -> None:
         """Sends a key of another communicator to all others of a view, if that is still this worker's."""
@@ -170,6 +175,10 @@ class Engine:
             _, answer = self._asked
             self._asked = None
             answer.set_exception(error)
+
+    def withdraw(self) -> None:
+        """Forgets what user code asks for: it does not wait any longer."""
+        self._asked = None
 
     # -- what follows -----------------------------------------------------------------------------
 
@@ -267,3 +276,7 @@ class Engine:
         self.totals.drop_entered()
         self._stable(position)
         self.totals.forget(self.user_position)
+
+
+def _hear_nothing() -> None:
+    """Nothing waits for messages."""

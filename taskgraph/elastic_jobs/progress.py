@@ -9,6 +9,7 @@ What is computed before the first step travels with the state: a newcomer's user
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import chained
@@ -135,6 +136,11 @@ class Progress:
         if isinstance(answer, Sums):
             self.position, self.tag = self.position + 1, chained(self.tag, answer)
         return answer
+
+    def wait(self, future: Future[None]) -> None:
+        """Waits for what the rounds give (`dealing`)."""
+        with self.turn.passed():
+            self.node.block(future)
 
     def end(self) -> None:
         """Waits until user code has returned on all workers, in a round of its own: one that goes on differs.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from taskgraph.elastic_jobs.data import data_of, loader_arguments
+from taskgraph.elastic_jobs.dealing import Gifts
 from taskgraph.elastic_jobs.feeds import Feed, Numbered
 from taskgraph.elastic_jobs.groups import Group, Turns
 from taskgraph.elastic_jobs.lanes import LaneOptions, Lanes
@@ -15,10 +16,12 @@ from taskgraph.elastic_jobs.parts import Part, kept_modules
 from taskgraph.elastic_jobs.progress import Progress
 from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.elastic_jobs.seeding import Turn
+from taskgraph.elastic_jobs.shards import Shards
 from taskgraph.elastic_jobs.state import State
 from taskgraph.elastic_jobs.steps import Step, StepOptions, Steps
 from taskgraph.errors import StateError, StepError
-from taskgraph.sources.reading import Source, is_source
+from taskgraph.protocol.dealing import Ledger
+from taskgraph.sources.reading import Source, as_source, is_source
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.usercall import UserCall
@@ -36,12 +39,15 @@ class Run:
     Attributes:
         progress: where user code is.
         named: what `run.state` named: a `State`, an instance of a dataclass, or None.
+        gifts: what counts with the pieces of `run.shards`, beside user code's own; None: nothing does.
     """
 
     def __init__(self, node: UserCall) -> None:
         self.progress = Progress(node, Turn())
         self.named: Any = None
         self.log = logging.getLogger("taskgraph.user")
+        self.gifts: Gifts | None = None
+        self._shards: Shards[Any] | None = None
         self._steps: Steps | None = None
         self._turns: Turns | None = None
 
@@ -54,6 +60,11 @@ class Run:
     def positions(self) -> int:
         """The number of totals that user code has got."""
         return self.progress.position
+
+    @property
+    def deals(self) -> bool:
+        """True if the job has called `run.shards`: its value may depend on the time that pieces took."""
+        return self._shards is not None
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -84,15 +95,59 @@ class Run:
         Raises:
             StepError: the job has called `run.steps`.
         """
-        if self._steps is not None:
-            raise StepError("run.group() in a job that has called run.steps(...): use one of them")
         if self._turns is None:
+            self._check_only_loop("run.group()")
             self._turns = Turns(self)
         return self._turns.begin()
+
+    def shards(
+        self,
+        source: Source | Iterable[Any],
+        *,
+        passes: int = 1,
+        shuffle: bool = False,
+        attempts: int = 3,
+        on_error: str = "fail",
+    ) -> Shards[Any]:
+        """Returns an iterator over pieces that go to whoever is free, in place of `run.steps`; once.
+
+        A piece counts when the loop asks for the next one. The pieces of a lost worker go to others at once.
+
+        Args:
+            source: an object with `pieces()` and `read(piece)`, as `tg.files` gives; or a sequence of values. All
+                workers give the same.
+            passes: over all pieces.
+            shuffle: each pass has an order of its own, from the job's seed.
+            attempts: so many errors in one piece, given to `Shards.fail` or raised by the source, are too many.
+            on_error: what follows then: "fail": the job fails; "set aside": it goes on without that piece.
+
+        Raises:
+            StepError: the job has called it, `run.steps` or `run.group` before.
+            JobError: an argument does not fit.
+        """
+        self._check_only_loop("run.shards(...)")
+        of = as_source(source)
+        number, seed = len(of.pieces()), self.progress.node.spec.seed
+        ledger = Ledger(
+            number, passes=passes, seed=seed, shuffle=shuffle, overlap=True, attempts=attempts, on_error=on_error
+        )
+        what = f"run.shards {number} {passes} {shuffle} {attempts} {on_error}"
+        self._shards = Shards(self, of, ledger, what)
+        return self._shards
+
+    def _check_only_loop(self, call: str) -> None:
+        """Raises StepError if the job has another loop."""
+        others = {"run.steps(...)": self._steps, "run.group()": self._turns, "run.shards(...)": self._shards}
+        for other, made in others.items():
+            if made is not None:
+                again = "again" if other == call else f"in a job that has called {other}"
+                raise StepError(f"{call} {again}: a job has one loop, since newcomers begin at its top")
 
     def _pieces(self, call: str, function: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
         if self._steps is not None and self._steps.in_part_loop:
             raise StepError(f"{call} in the part loop: call it before or after `for part in step`")
+        if self._shards is not None and self._shards.number >= 0:
+            raise StepError(f"{call} in the loop over run.shards: call it before or after that")
         if self._turns is not None and self._turns.contributing:
             raise StepError(f"{call} in a contribution to the group: call it before")
         return self.progress.pieces(call, function, pieces, kept_modules(self.named))
@@ -101,6 +156,8 @@ class Run:
         """Raises StepError if user code has left a part loop early."""
         if self._steps is not None:
             self._steps.check_part_loop_ended()
+        if self._shards is not None:
+            self._shards.check_ended()
 
     @overload
     def state(self, holder: T, /) -> T: ...
@@ -176,8 +233,8 @@ class Run:
         Raises:
             StepError: it was called before, or the arguments do not fit.
         """
-        if self._turns is not None:
-            raise StepError("run.steps(...) in a job that has called run.group(): use one of them")
+        if self._turns is not None or self._shards is not None:
+            self._check_only_loop("run.steps(...)")
         if self._steps is not None:
             raise StepError(
                 "run.steps(...) is called once: code between two loops would run on a newcomer with a fresh state. "

@@ -72,6 +72,8 @@ class UserCall:
         self._merging: Merging | None = None  # of the parts that it has got last
         self._handed_at = 0.0
         self._stopped = False
+        self._loop = asyncio.get_running_loop()
+        self._rounds: asyncio.Task[None] | None = None  # deal pieces while user code computes some
         self._large: tuple[int, ...] = ()  # bytes of each large array of the state
         self._room: Room | None = None
         self.state_wanted = False
@@ -218,6 +220,37 @@ class UserCall:
         self._node.threads.post(self._run_and_tell, work, done)
         self._node.threads.block(done, None)
 
+    def clock(self) -> float:
+        """Returns seconds by a clock of user code's thread; in a test by the loop's, so that a run is deterministic."""
+        return self._loop.time() if self._node.threads.in_step else self._node.threads.clock()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Calls a function on the loop."""
+        self._node.threads.post(function)
+
+    def block(self, future: concurrent.futures.Future[None]) -> None:
+        """Waits for a future."""
+        self._node.threads.block(future, None)
+
+    def take_ahead(self, position: int) -> tuple[int, tuple[int, ...]]:
+        """Returns parts of a position that came with the total before it, and of how many; none: (0, ())."""
+        (at, of, parts), self._ahead = self._ahead, (-1, 0, ())
+        return (of, parts) if at == position else (0, ())
+
+    def keep_ahead(self, position: int, of: int, parts: tuple[int, ...]) -> None:
+        """Keeps parts of a position that came with the total before it, for who asks for the next one."""
+        self._ahead = position, of, parts
+
+    def run_rounds(
+        self, rounds: Callable[[Engine], Coroutine[Any, Any, None]], over: Callable[[BaseException | None], None]
+    ) -> None:
+        """Runs a coroutine on the loop, beside user code, which asks for nothing meanwhile.
+
+        Args:
+            over: called on the loop with what ended it: `Stopped` if the call ends before.
+        """
+        self._node.threads.post(self._begin_rounds, rounds, over)
+
     @property
     def parts_left(self) -> int:
         """The number of parts that this worker has been dealt and user code has not begun."""
@@ -249,6 +282,8 @@ class UserCall:
         if not self._start.done():
             self._start.set_exception(Stopped())
         self._engine.stop(Stopped())
+        if self._rounds is not None:
+            self._rounds.cancel()
         for _, awaited in (*self._wanted, *self._unstable):
             if not awaited.done():
                 awaited.set_result(None)
@@ -268,6 +303,7 @@ class UserCall:
             self.state_wanted = True
         elif len(self._wanted) == 1:
             self._node.own(self._make_room(), "make room")
+        self._engine.heard()
         return await awaited
 
     async def _make_room(self) -> None:
@@ -277,6 +313,7 @@ class UserCall:
             await self._node.file_threads.run(partial(room.fill, self._large))
         finally:
             self._room, self.state_wanted = room, True
+            self._engine.heard()
 
     def note_stable(self) -> None:
         """More totals are stable."""
@@ -299,6 +336,27 @@ class UserCall:
             answer.set_exception(Stopped())
         else:
             self._engine.ask(position, parts, tag, answer)
+
+    def _begin_rounds(
+        self, rounds: Callable[[Engine], Coroutine[Any, Any, None]], over: Callable[[BaseException | None], None]
+    ) -> None:
+        if self._stopped or not self._node.running:
+            over(Stopped())
+            return
+        failed: list[BaseException] = []
+
+        async def run() -> None:
+            try:
+                await rounds(self._engine)
+            except (Stopped, Exception) as error:  # user code gets it
+                failed.append(error)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._rounds = None
+            over(Stopped() if task.cancelled() else failed[0] if failed else None)
+
+        self._rounds = self._node.own(run(), "deal pieces")
+        self._rounds.add_done_callback(ended)
 
     def _run_and_tell(self, work: Callable[[], Coroutine[Any, Any, None]], done: Any) -> None:
         def over(ran: asyncio.Task[None]) -> None:

@@ -44,6 +44,13 @@ class Watch(Protocol):
     def piece(self) -> None:
         """User code is about to compute a piece of `run.once` or `run.map`."""
 
+    def shard(self, stage: str, done: int) -> None:
+        """User code is about to compute a piece of `run.shards` ("part"), or has computed it ("sums").
+
+        Args:
+            done: how many pieces count, as far as this worker knows.
+        """
+
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         """User code has computed a piece of `run.once` or `run.map`. Returns what counts as its result."""
 

@@ -243,17 +243,13 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 class PrimaryRecord(Record, frozen=True, kw_only=True):
     """The value of `tasks/{t}/primary`, without a lease, so that terms only grow.
 
-    Attributes:
-        stateful: the task has state apart from `shared`.
-        failovers: counts takeovers by backups whose primary failed.
-        shared: the names of its shared state, sorted (`protocol.shared`).
+    `failovers` counts takeovers by backups whose primary failed.
     """
 
     node: str
     term: int
     stateful: bool
     failovers: int = 0
-    shared: tuple[str, ...] = ()
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from taskgraph.node.epochs.attempt import Attempt
-from taskgraph.node.snapshots import Snapshot
 from taskgraph.node.usercode.errors import StuckError
-from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.messages import Encoded, Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.reports import Rows
@@ -29,7 +28,7 @@ class FinishedEpoch:
 
     Attributes:
         following: the stamp of the next epoch, and of the boundary before it.
-        snapshot: it may be on a device.
+        value: the snapshot; it may be on a device.
         numbers: the numbers that the task reported in this epoch, as in the snapshot.
         finishing: the task asked for the end of the job.
         previous: the numbers that the task reported in the previous epoch.
@@ -39,7 +38,7 @@ class FinishedEpoch:
 
     attempt: Attempt
     following: Stamp
-    snapshot: Snapshot
+    value: Encoded
     numbers: Mapping[str, float]
     finishing: bool
     previous: Mapping[str, float]

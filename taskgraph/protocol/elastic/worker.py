@@ -91,6 +91,16 @@ class Worker:
         return taken
 
     @property
+    def me(self) -> str:
+        """This worker's node id."""
+        return self._me
+
+    @property
+    def has_contributions(self) -> bool:
+        """True if another worker of the view has contributed to the position at work."""
+        return any(worker != self._me for worker in self._round.exchange.received)
+
+    @property
     def number(self) -> int:
         """The number of the view; -1: it has read none."""
         return -1 if self.view is None else self.view.number

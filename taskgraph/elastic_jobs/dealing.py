@@ -1,0 +1,287 @@
+"""The rounds by which workers deal pieces among themselves: a coroutine on the event loop, beside user code's thread.
+
+    a reason, or another worker has begun ──► contribute the news (`tally.News`) ──► the total ──► apply it (`Tally`)
+         ▲                                                                                             │
+         └───────────────────── pause ◄── pieces to user code (`Hand`) ◄───────────────────────────────┘
+
+A round is a position of the protocol with one part for each worker. It never waits for a piece that computes: every
+worker contributes at once what it has. So a lost worker costs one change of the view, and its pieces are dealt again.
+
+While the rounds run, the position and the tag of `Progress` are theirs; user code asks for nothing else.
+
+A round begins at once if user code waits for a piece; `PACE_S` after the one before if there is something to say; and
+`KEEP_ALIVE_S` after it, so that pieces that take too long are found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from taskgraph.elastic_jobs.adding import Merging, chained
+from taskgraph.elastic_jobs.hand import Finished, Hand
+from taskgraph.elastic_jobs.state import capture
+from taskgraph.elastic_jobs.tally import News, Settled, Tally, holder_of
+from taskgraph.errors import StepError
+from taskgraph.graph.sums import Sums
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.dealing import Ticket
+from taskgraph.protocol.elastic.worker import Phase
+from taskgraph.protocol.records import name_of
+
+if TYPE_CHECKING:
+    from taskgraph.elastic_jobs.engine import Engine
+    from taskgraph.elastic_jobs.progress import Progress
+
+__all__ = ["KEEP_ALIVE_S", "PACE_S", "Dealing", "Gifts"]
+
+PACE_S: Final = 0.015
+"""Time between two rounds: a round costs each worker some 2 ms of its event loop."""
+KEEP_ALIVE_S: Final = 0.25
+"""Time between two rounds in which no worker has anything to say."""
+_WEIGHT: Final = 0.2
+"""Weight of the newest round in the typical time that one takes."""
+
+
+class Gifts(Protocol):
+    """What user code does in pieces that counts with them, such as pushes to a table.
+
+    What counts so far travels to newcomers by `Progress.carried`, which is captured on the event loop then.
+    """
+
+    def take(self, ticket: Ticket, *, counts: bool) -> Any:
+        """User code has finished a piece. Returns a value that travels; None: there is nothing. Called in its thread.
+
+        Args:
+            counts: False: it raised.
+        """
+
+    def counted(self, ticket: Ticket, gift: Any) -> None:
+        """A piece counts, with what `take` gave. Called on the event loop of all workers, in the same order."""
+
+
+class Dealing:
+    """The rounds of one worker. What newcomers get of them is in `Progress.carried`.
+
+    Args:
+        tally: all pieces, if this worker begins with no copied state.
+        what: tells these rounds from other ones; equal on all workers.
+        gifts: takes what counts with pieces; None: nothing does.
+    """
+
+    def __init__(self, progress: Progress, tally: Tally, what: str, gifts: Gifts | None = None) -> None:
+        self.tally = tally
+        node = progress.node
+        self.hand = Hand(node.clock, progress.wait, lambda: node.post(self._look))
+        self._progress = progress
+        self._what = what.encode()
+        self._named: Mapping[str, Any] = {}
+        self._gifts = gifts
+        self._changed = asyncio.Event()
+        self._news = _Unconfirmed()
+        self._ended_at = self._contributed_at = 0.0
+        self._round_s = PACE_S  # time between two rounds
+        self._given_at = -1  # the position of the last copy of the state
+        self._ahead: tuple[int, tuple[int, ...]] = (0, ())  # slots of the next round that came with the last total
+
+    def begin(self, named: Mapping[str, Any]) -> None:
+        """Begins the rounds. Called in user code's thread.
+
+        Args:
+            named: the state that user code named, captured before the first piece; newcomers get it.
+        """
+        self._named = named
+        self._ahead = self._progress.node.take_ahead(self._progress.position)
+        self._progress.node.run_rounds(self._run, self._over)
+
+    def _look(self) -> None:
+        self._changed.set()
+
+    def _over(self, error: BaseException | None) -> None:
+        self.hand.end(error)
+
+    # -- on the event loop ------------------------------------------------------------------------
+
+    async def _run(self, engine: Engine) -> None:
+        engine.heard = self._look
+        self._ended_at = self._contributed_at = asyncio.get_running_loop().time()
+        try:
+            while not self.tally.ledger.over:
+                await self._pause(engine)
+                began = asyncio.get_running_loop().time()
+                self._apply(await self._round(engine))
+                self._ended_at = asyncio.get_running_loop().time()
+                took_s = PACE_S + self._ended_at - began
+                self._round_s += _WEIGHT * (took_s - self._round_s)
+            self._progress.node.keep_ahead(self._progress.position, *self._ahead)
+        finally:
+            engine.heard = _hear_nothing
+            engine.withdraw()
+
+    async def _pause(self, engine: Engine) -> None:
+        """Waits until there is a reason for a round."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._changed.clear()
+            self._give_state()
+            if engine.core.position > self._progress.position or engine.core.has_contributions:
+                return
+            if engine.core.phase != Phase.WORKING:
+                return  # the round waits for the view
+            due = self._due(engine)
+            if due <= loop.time():
+                return
+            timer = loop.call_at(due, self._changed.set)
+            try:
+                await self._changed.wait()
+            finally:
+                timer.cancel()
+
+    def _due(self, engine: Engine) -> float:
+        """Returns when the next round is due."""
+        hand, now = self.hand, asyncio.get_running_loop().time()
+        finished = hand.has_finished or not self._news.empty
+        is_new = engine.core.number > self.tally.view[0]
+        wants, back = hand.wants(self._round_s)
+        self._news.back += back
+        open_pieces = wants > 0 and self.tally.open > 0
+        if hand.starves and (finished or open_pieces or is_new):
+            return now
+        if finished or open_pieces or is_new or back or self._given_at > engine.core.stable:
+            return self._ended_at + PACE_S
+        soon = self._ended_at + PACE_S
+        return max(soon, min(self._ended_at + KEEP_ALIVE_S, now + hand.due_in(self._round_s)))
+
+    async def _round(self, engine: Engine) -> Sums:
+        """Contributes to a round, and returns its total."""
+        position, slots = self._progress.position, self.tally.slots
+        tag, said = self._progress.tag + self._what, False
+        dealt = list(self._ahead[1]) if self._ahead[0] == slots else []
+        while True:
+            if not dealt:
+                answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                engine.ask(position, slots, tag, answer)
+                found = await answer
+                if not isinstance(found, list):
+                    total: Sums = found.total.sums()
+                    self._progress.position, self._progress.tag = position + 1, chained(self._progress.tag, total)
+                    self._ahead = found.of, found.ahead
+                    return total
+                dealt = found
+            merging = Merging(dealt, slots, self._progress.node.allocate)
+            for slot in dealt:
+                news = {} if said else {slot: encode(self._contribution(engine), what="the results of pieces")}
+                merging.add(slot, Sums.of({}, news))
+                said = True
+            finished = merging.take(lambda sums: None)
+            assert finished is not None
+            dealt = []
+            engine.computed(position, slots, tag, finished)
+
+    def _contribution(self, engine: Engine) -> dict[str, Any]:
+        """Returns the news of this worker, as a value."""
+        view, me, now = engine.core.view, engine.core.me, asyncio.get_running_loop().time()
+        assert view is not None
+        holders = tuple(holder_of(name_of(entry.worker), entry.since) for entry in view.entries)
+        self._news.holder = holders[view.workers.index(me)]
+        self._news.add(self.hand.take_finished())
+        wants, back = self.hand.wants(self._round_s)
+        self._news.back += back
+        news = self._news.news()
+        news.view = (view.number, holders) if view.number > self.tally.view[0] else None
+        news.wants = 0 if back else wants
+        news.elapsed_s, self._contributed_at = now - self._contributed_at, now
+        return news.value()
+
+    def _apply(self, total: Sums) -> None:
+        """Applies the total of a round."""
+        mine = self._news.holder
+        news = [News.of(decode(value)) for value in total.collected.values()]
+        for each in news:
+            if each.holder == mine:
+                self._news.confirm(each)
+        settled = self.tally.apply(news)
+        if self._gifts is not None:
+            for _, ticket, gift in settled.counted:
+                self._gifts.counted(ticket, gift)
+        self._drop_late(settled)
+        if settled.failed is not None:
+            raise settled.failed
+        if dealt := settled.dealt.get(mine):
+            self.hand.deal(dealt)
+
+    def _drop_late(self, settled: Settled) -> None:
+        """Drops what another worker has done, too, from this worker's queue."""
+        by_others = {ticket[:2] for holder, ticket, _ in settled.counted if holder != self._news.holder}
+        if by_others:
+            self.hand.drop(by_others)
+
+    def _give_state(self) -> None:
+        """Gives the state to newcomers and checkpoints that wait for it."""
+        node, progress = self._progress.node, self._progress
+        if not node.state_wanted:
+            return
+        carried = {name: each.captured() for name, each in progress.carried.items()}
+        copy = capture(self._named, progress.early, progress.arguments, carried, node.room().allocate)
+        node.give_state(self.tally.ledger.done, progress.position, progress.tag, copy)
+        self._given_at = progress.position
+
+    # -- what newcomers get -----------------------------------------------------------------------
+
+    def captured(self) -> dict[str, Any]:
+        return {"what": self._what, "run": self._progress.node.spec.run, "tally": self.tally.state()}
+
+    def load(self, captured: Mapping[str, Any]) -> None:
+        if captured["what"] != self._what:
+            raise StepError(
+                f"{self._what.decode()}, and the state was made with {captured['what'].decode()} (pieces, passes and "
+                f"other arguments): give the same on all workers, and in a program that is resumed"
+            )
+        self.tally = Tally.of(captured["tally"], same_run=captured["run"] == self._progress.node.spec.run)
+
+    def digests(self) -> dict[str, bytes]:
+        return {}  # workers that differ are found by the tags of the rounds
+
+
+class _Unconfirmed:
+    """What this worker has to say, until a total has it.
+
+    Attributes:
+        holder: this worker's, when it contributed last.
+        back: pieces that it gives back.
+    """
+
+    def __init__(self) -> None:
+        self.holder = ""
+        self.back: list[Ticket] = []
+        self._finished: dict[Ticket, Finished] = {}
+
+    @property
+    def empty(self) -> bool:
+        return not (self._finished or self.back)
+
+    def add(self, finished: Iterable[Finished]) -> None:
+        self._finished.update((each.ticket, each) for each in finished)
+
+    def news(self) -> News:
+        """Returns all of it."""
+        news = News(self.holder, back=list(self.back))
+        for ticket, each in self._finished.items():
+            if each.error:
+                news.failed.append((ticket, each.error))
+                continue
+            if each.gift is not None:
+                news.gifts[len(news.done)] = each.gift
+            news.done.append((ticket, each.rows))
+        return news
+
+    def confirm(self, news: News) -> None:
+        """A total has these news of this worker."""
+        for ticket, _ in (*news.done, *news.failed):
+            self._finished.pop(ticket, None)
+        self.back = [ticket for ticket in self.back if ticket not in news.back]
+
+
+def _hear_nothing() -> None:
+    """No rounds run."""

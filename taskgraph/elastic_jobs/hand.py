@@ -1,0 +1,194 @@
+"""The pieces that one worker has: between the rounds, on the event loop, and user code, in its thread.
+
+    rounds ──dealt──► queue ──next()──► at work ──done, failed──► finished ──news──► rounds
+
+User code takes the next piece without a round trip while the queue has one. The queue is kept short (`wanted`): what
+waits here cannot be computed elsewhere.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+from taskgraph.protocol.dealing import Ticket
+
+__all__ = ["Finished", "Hand", "wanted"]
+
+_ROUNDS: Final = 2
+"""The queue has work for so many rounds: a round may take twice as long as those before."""
+_GROWTH: Final = 8
+"""The queue grows by this factor at most, over what was finished: the first pieces may be shorter than the others."""
+_MOST: Final = 4096
+"""Pieces in the queue at most: their numbers are a message of some 10 kB."""
+_WEIGHT: Final = 0.1
+"""Weight of the newest duration in the typical one."""
+_OVERDUE: Final = 3.0
+"""A piece that takes so many times the typical duration, and some rounds, leaves its worker without a queue."""
+
+
+class Finished(NamedTuple):
+    """A piece that user code has finished.
+
+    Attributes:
+        rows: how many it had.
+        gift: a value that counts with the piece; None: there is none.
+        error: the traceback of an error of user code; "": there was none.
+    """
+
+    ticket: Ticket
+    rows: int = 0
+    gift: Any = None
+    error: str = ""
+
+
+class Hand:
+    """The pieces of one worker.
+
+    Args:
+        clock: seconds, in user code's thread and on the loop.
+        wait: waits for a future in user code's thread.
+        changed: called in user code's thread when the rounds have something to do.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        wait: Callable[[concurrent.futures.Future[None]], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._clock = clock
+        self._wait = wait
+        self._changed = changed
+        self._lock = threading.Lock()
+        self._queue: deque[Ticket] = deque()
+        self._at_work: tuple[Ticket, float] | None = None  # since when
+        self._finished: list[Finished] = []
+        self._waiting: concurrent.futures.Future[None] | None = None
+        self._end: BaseException | bool = False  # True: all pieces are done
+        self.typical_s: float | None = None
+        self.count = 0
+
+    # -- in the thread of user code ---------------------------------------------------------------
+
+    def next(self) -> Ticket | None:
+        """Waits for the next piece. None: all pieces are done, on all workers.
+
+        Raises:
+            Exception: what has ended the rounds.
+        """
+        while True:
+            with self._lock:
+                if isinstance(self._end, BaseException):
+                    raise self._end
+                if self._queue:
+                    ticket = self._queue.popleft()
+                    self._at_work = ticket, self._clock()
+                    return ticket
+                if self._end:
+                    return None
+                waiting = self._waiting = concurrent.futures.Future()
+            self._changed()
+            self._wait(waiting)
+
+    def finish(self, finished: Finished) -> None:
+        """User code has finished the piece at work."""
+        with self._lock:
+            assert self._at_work is not None
+            took_s = self._clock() - self._at_work[1]
+            typical = self.typical_s
+            self.typical_s = took_s if typical is None else typical + _WEIGHT * (took_s - typical)
+            self.count += 1
+            self._at_work = None
+            self._finished.append(finished)
+            first, due = len(self._finished) == 1, not self._queue
+        if first or due:
+            self._changed()
+
+    # -- on the event loop ------------------------------------------------------------------------
+
+    def deal(self, tickets: Iterable[Ticket]) -> None:
+        """Puts pieces into the queue."""
+        with self._lock:
+            self._queue.extend(tickets)
+        self._wake()
+
+    def drop(self, ended: set[tuple[int, int]]) -> None:
+        """Drops pieces from the queue that need not be computed any longer: pass and number."""
+        with self._lock:
+            if any(ticket[:2] in ended for ticket in self._queue):
+                self._queue = deque(ticket for ticket in self._queue if ticket[:2] not in ended)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the pieces: all are done, or there is an error, which user code gets with its next piece."""
+        with self._lock:
+            if not isinstance(self._end, BaseException):
+                self._end = True if error is None else error
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            if not (self._queue or self._end):
+                return
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    def take_finished(self) -> list[Finished]:
+        """Takes what user code has finished since the last call."""
+        with self._lock:
+            finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def has_finished(self) -> bool:
+        return bool(self._finished)
+
+    @property
+    def starves(self) -> bool:
+        """True while user code waits for a piece."""
+        return self._waiting is not None
+
+    def wants(self, round_s: float) -> tuple[int, list[Ticket]]:
+        """Returns how many pieces more the queue is to have, and those that are given back.
+
+        Args:
+            round_s: time between two rounds.
+        """
+        with self._lock:
+            running_s = 0.0 if self._at_work is None else self._clock() - self._at_work[1]
+            want = wanted(self.typical_s, running_s if self._at_work is not None else None, self.count, round_s)
+            if want >= 0:
+                return max(0, want - len(self._queue)), []
+            back, self._queue = list(self._queue), deque()
+            return 0, back
+
+    def due_in(self, round_s: float) -> float:
+        """Returns the time until a long piece is so near its end that the queue is to have the next one."""
+        at_work, typical = self._at_work, self.typical_s
+        if at_work is None or typical is None or self._queue:
+            return math.inf
+        return max(0.0, at_work[1] + typical - _ROUNDS * round_s - self._clock())
+
+
+def wanted(typical_s: float | None, running_s: float | None, count: int, round_s: float) -> int:
+    """Returns how long a worker's queue is to be; -1: it gives back what is in it.
+
+    Args:
+        typical_s: the typical duration of a piece; None: none was finished.
+        running_s: for how long the piece at work has run; None: there is none.
+        count: how many pieces were finished.
+        round_s: time between two rounds.
+    """
+    ahead_s = _ROUNDS * round_s
+    if typical_s is None:
+        return 1 if running_s is None else 0
+    if running_s is not None and running_s > _OVERDUE * typical_s + 2 * ahead_s:
+        return -1
+    if typical_s > round_s:
+        return 1 if running_s is None or running_s > typical_s - ahead_s else 0
+    return min(math.ceil(ahead_s / max(typical_s, 1e-9)), _GROWTH * count, _MOST)

@@ -1,0 +1,187 @@
+"""`run.shards`: a loop whose pieces go to whoever is free. All of it is used in the thread of user code.
+
+A piece counts when the loop body asks for the next one. Which worker has which piece depends on the time that pieces
+take, so equal bits are not promised; each piece counts once in each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.elastic_jobs.dealing import Dealing, Gifts
+from taskgraph.elastic_jobs.hand import Finished
+from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
+from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
+from taskgraph.elastic_jobs.state import capture, check_parameters
+from taskgraph.elastic_jobs.tally import Failure, Tally
+from taskgraph.errors import PieceFailed, StepError
+from taskgraph.graph.values import decode
+from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.protocol.dealing import Ledger, Ticket
+from taskgraph.sources.reading import Source, content_of
+
+__all__ = ["Pieces", "Shards"]
+
+R = TypeVar("R")
+
+
+class RunOfShards(Protocol):
+    """The interface of `run.Run`, for its shards."""
+
+    progress: Progress
+    named: Any
+    gifts: Gifts | None
+
+
+class Pieces:
+    """The pieces of a loop, as one worker gets them.
+
+    Args:
+        ledger: all pieces, if this worker begins with no copied state.
+        what: tells this loop from others; equal on all workers.
+        numbers: of the pieces, for seeds and errors; None: those of the ledger.
+
+    Attributes:
+        at_work: the piece that user code computes; None: none.
+    """
+
+    def __init__(
+        self, run: RunOfShards, ledger: Ledger, what: str, numbers: Sequence[int] | NDArray[np.int64] | None = None
+    ) -> None:
+        self.run = run
+        self._numbers = range(ledger.pieces) if numbers is None else numbers
+        self.at_work: Ticket | None = None
+        progress, named = run.progress, run.named
+        check_parameters(named)
+        self._dealing = Dealing(progress, Tally(ledger), what, run.gifts)
+        progress.carried["shards"] = self._dealing
+        number = progress.begin(named)
+        if number is not None and progress.watch is not None:
+            progress.watch.copied(number)
+        kept = capture(named, (), {}, {}, progress.node.allocate)
+        self._dealing.begin(decode(kept)["state"])
+
+    def next(self) -> Ticket | None:
+        """Waits for the next piece. None: all pieces are done.
+
+        Raises:
+            PieceFailed: a piece failed for good.
+        """
+        progress = self.run.progress
+        try:
+            self.at_work = ticket = self._dealing.hand.next()
+        except Failure as failure:
+            raise self._piece_failed(failure) from None
+        if ticket is None:
+            progress.seed(SUMMED)
+            return None
+        if progress.watch is not None:
+            progress.watch.shard("part", self._dealing.tally.ledger.done)
+        number = int(self._numbers[ticket.piece])
+        seed_generators(derived_seed(progress.node.spec.seed, PIECE, ticket.pass_number, number))
+        return ticket
+
+    def _piece_failed(self, failure: Failure) -> PieceFailed:
+        number = int(self._numbers[failure.piece])
+        text = f"piece {number} raised on {failure.worker}, as often as its attempts allow"
+        return PieceFailed(text, piece=number, node=failure.worker, traceback=failure.text)
+
+    def finish(self, rows: int = 0) -> None:
+        """The piece at work is done."""
+        self._finish(rows, None)
+
+    def fail(self, error: BaseException) -> None:
+        """User code has raised in the piece at work."""
+        self._finish(0, error)
+
+    def _finish(self, rows: int, error: BaseException | None) -> None:
+        ticket, watch, gifts = self.at_work, self.run.progress.watch, self.run.gifts
+        assert ticket is not None
+        self.at_work = None
+        gift = None if gifts is None else gifts.take(ticket, counts=error is None)
+        text = "" if error is None else UserCodeError("", error).traceback_text
+        self._dealing.hand.finish(Finished(ticket, rows, gift, text))
+        if watch is not None:
+            watch.shard("sums", self._dealing.tally.ledger.done)
+
+    @property
+    def tally(self) -> Tally:
+        """The pieces as all workers know them. It changes on the event loop, until `next` has returned None."""
+        return self._dealing.tally
+
+
+class Shards(Generic[R]):
+    """The pieces of a source, as an iterator: each gives its rows, as a list, or of a source of values the value.
+
+    Leave the loop only by its end: the other workers go on to it.
+    """
+
+    def __init__(self, run: RunOfShards, source: Source, ledger: Ledger, what: str) -> None:
+        self._run = run
+        self._source = source
+        self._given = (ledger, what)
+        self._of = source.pieces()
+        self._pieces: Pieces | None = None
+        self._rows = 0
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[R]:
+        return self
+
+    def __next__(self) -> R:
+        if self._pieces is None:
+            self._pieces = Pieces(self._run, *self._given)
+        pieces = self._pieces
+        self._end_piece(pieces)
+        while (ticket := pieces.next()) is not None:
+            piece = self._of[ticket.piece]
+            try:
+                content = content_of(self._source, piece)
+            except Exception as error:
+                pieces.fail(error)
+                continue
+            self._rows = 1 if getattr(self._source, "whole", False) else len(content)
+            return content  # type: ignore[no-any-return]
+        raise StopIteration
+
+    def _end_piece(self, pieces: Pieces) -> None:
+        error, self._error = self._error, None
+        if pieces.at_work is None:
+            return
+        if error is None:
+            pieces.finish(self._rows)
+        else:
+            pieces.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The loop body gives up on this piece: it is dealt again, or set aside, or fails the job.
+
+        Call it in the body, in an `except`, and then `continue`.
+        """
+        if self._pieces is None or self._pieces.at_work is None:
+            raise StepError("shards.fail(...) outside the loop body: no piece is at work")
+        self._error = error
+
+    @property
+    def number(self) -> int:
+        """The number of the piece at work; -1: none is."""
+        ticket = None if self._pieces is None else self._pieces.at_work
+        return -1 if ticket is None else ticket.piece
+
+    @property
+    def pass_number(self) -> int:
+        """The pass of the piece at work, from 0; -1: no piece is."""
+        ticket = None if self._pieces is None else self._pieces.at_work
+        return -1 if ticket is None else ticket.pass_number
+
+    def check_ended(self) -> None:
+        """Raises StepError if user code has left the loop early."""
+        if self._pieces is not None and self._pieces.at_work is not None:
+            raise StepError(
+                "the loop over run.shards was left before its last piece: other workers go on to the end, so `break` "
+                "and `return` do not fit there. What ends a pass early is a smaller source"
+            )

@@ -1,0 +1,106 @@
+"""The name of a function, by which nodes import it: its module or its file, and its name there."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from taskgraph.driver.loading import add_to_path, load_file, load_module
+from taskgraph.driver.sources import is_installed
+from taskgraph.errors import JobError
+
+__all__ = ["check_function", "find", "here", "reference"]
+
+_here: Final[dict[str, Callable[[Any], Any]]] = {}
+"""Functions of maps that run in this process."""
+_tokens = itertools.count()
+
+
+def check_function(function: Any) -> None:
+    """Raises JobError unless it is a function of one argument that returns its result."""
+    if not callable(function):
+        raise JobError(f"tg.map takes a function and its pieces, not {function!r:.100}")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise JobError(f"tg.map: {_shown(function)} is async: a piece is computed by a plain `def`")
+    if inspect.isgeneratorfunction(function):
+        raise JobError(f"tg.map: {_shown(function)} yields: let it return a list")
+
+
+def reference(function: Callable[[Any], Any]) -> str:
+    """Returns a text by which other processes find a function.
+
+    Raises:
+        JobError: it is no function of a module or a file; the message says what to do.
+    """
+    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
+    if not name or not module:
+        raise _unnamed(function, f"a {type(function).__name__} has no name in a module")
+    if "<lambda>" in name:
+        raise _unnamed(function, "it is a lambda")
+    if "<locals>" in name:
+        raise _unnamed(function, f"{name.rpartition('.')[2]} is defined within another function")
+    found = sys.modules.get(module)
+    names: Mapping[str, Any] = {} if found is None else vars(found)
+    if found is not None and _attribute(found, name) != function:
+        raise _unnamed(function, f"{module}.{name} is another object by now")
+    file, spec = names.get("__file__"), names.get("__spec__")
+    if module == "__main__" and (not file or not Path(file).is_file()):
+        raise _unnamed(function, "it was defined interactively (at a prompt, in a notebook)")
+    if not file:
+        return json.dumps({"module": module, "name": name})  # it is in C
+    path, full = Path(file).resolve(), spec.name if spec is not None else ""
+    if "." in (full or module) or is_installed(path) or module in sys.stdlib_module_names:
+        full = full or module
+        parts = len(full.split(".")) + (path.name == "__init__.py")
+        return json.dumps({"module": full, "name": name, "root": str(path.parents[parts - 1])})
+    return json.dumps({"file": str(path), "name": name})
+
+
+def here(function: Callable[[Any], Any]) -> str:
+    """Returns a text by which this process finds a function; forget it with `find(..., forget=True)`."""
+    token = str(next(_tokens))
+    _here[token] = function
+    return json.dumps({"here": token})
+
+
+def find(text: str, *, forget: bool = False) -> Callable[[Any], Any]:
+    """Returns the function that `reference` or `here` gave a text for.
+
+    Raises:
+        JobError: it cannot be imported here.
+    """
+    known = json.loads(text)
+    if "here" in known:
+        return _here.pop(known["here"]) if forget else _here[known["here"]]
+    if "file" in known:
+        found = _attribute(load_file(Path(known["file"])), known["name"])
+    else:
+        if root := known.get("root"):
+            add_to_path(root)
+        found = _attribute(load_module(known["module"]), known["name"])
+    if found is None:
+        raise JobError(f"{known.get('file') or known['module']} has no {known['name']}")
+    return found  # type: ignore[no-any-return]
+
+
+def _attribute(module: Any, name: str) -> Any:
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _shown(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _unnamed(function: Any, why: str) -> JobError:
+    return JobError(
+        f"tg.map: nodes cannot import {_shown(function)}: {why}. Give a function at the top level of a module or a "
+        f"file (what it needs beside goes into the pieces), or compute in this process with nodes=0"
+    )

@@ -1,0 +1,55 @@
+"""What the workers of a map run: an elastic job that deals pieces, and writes each result before its piece counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from taskgraph.elastic_jobs.job import elastic
+from taskgraph.elastic_jobs.run import Run
+from taskgraph.elastic_jobs.shards import Pieces
+from taskgraph.errors import PieceFailed
+from taskgraph.graph.values import encode
+from taskgraph.maps.functions import find
+from taskgraph.maps.records import Kind, PieceFile, Record, RecordWriter
+from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.protocol.dealing import Ledger
+
+__all__ = ["map_pieces"]
+
+
+@elastic(name="map")
+def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, on_error: str) -> int:
+    """Computes the pieces of a folder (`journal`) that a call lacks. Returns how many there were.
+
+    Args:
+        call: the name of the call, in files.
+        function: names the function (`functions.find`).
+        attempts, on_error: as of `tg.map`.
+    """
+    compute, pieces = find(function), PieceFile(Path(folder))
+    todo = np.load(Path(folder) / f"todo-{call}.npy")
+    ledger = Ledger(len(todo), attempts=attempts, on_error=on_error)
+    dealt = Pieces(run, ledger, f"tg.map {call}", numbers=todo)
+    writer = RecordWriter(Path(folder) / f"{call}-{run.worker}.results")
+    try:
+        while (ticket := dealt.next()) is not None:
+            number = int(todo[ticket.piece])
+            try:
+                value = encode(compute(pieces[number]), what=f"the result of piece {number} of the map")
+            except Exception as error:
+                text = UserCodeError("", error).traceback_text
+                said = encode({"node": run.worker, "traceback": text})
+                writer.write(Record(Kind.ERROR, number, ticket.attempt, said))
+                dealt.fail(error)
+            else:
+                writer.write(Record(Kind.RESULT, number, ticket.attempt, value))
+                dealt.finish()
+    except PieceFailed as failed:
+        said = encode({"node": failed.node, "traceback": failed.traceback})
+        writer.write(Record(Kind.FAILED, failed.piece, 0, said))
+        raise
+    finally:
+        writer.close()
+    return len(todo)

@@ -1,0 +1,171 @@
+"""Values in files: records, one after the other, each whole or at the torn end of a file.
+
+    kind  piece  attempt  sizes of meta and buffers | digest | meta | buffers
+
+A writer has a file of its own, and writes each record at once. So a reader sees whole records, and perhaps the
+beginning of one at the end: the writer is at it, or died.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from taskgraph.graph.values import decode, encode, verify
+from taskgraph.protocol.messages import Encoded
+
+__all__ = ["Kind", "PieceFile", "Record", "RecordReader", "RecordWriter", "packed", "write_pieces"]
+
+_HEAD: Final = struct.Struct("<BqIIQ16s")
+"""Kind, piece, attempt, number of buffers, bytes of meta, digest; the sizes of the buffers follow."""
+_CHUNK_BYTES: Final = 1 << 22
+"""A reader takes so much at a time."""
+
+
+class Kind(IntEnum):
+    RESULT = 1
+    ERROR = 2
+    """An error of user code: node and traceback."""
+    FAILED = 3
+    """The error that fails the map: node and traceback."""
+
+
+class Record(NamedTuple):
+    """A value in a file.
+
+    Attributes:
+        piece: the number of the piece.
+        attempt: from 0: how many errors of user code the piece had before.
+    """
+
+    kind: Kind
+    piece: int
+    attempt: int
+    value: Encoded
+
+
+def packed(record: Record) -> bytes:
+    """Returns the bytes of a record."""
+    value = record.value
+    sizes = [buffer.nbytes for buffer in value.buffers]
+    head = _HEAD.pack(record.kind, record.piece, record.attempt, len(sizes), len(value.meta), value.digest)
+    return b"".join((head, struct.pack(f"<{len(sizes)}Q", *sizes), value.meta, *value.buffers))
+
+
+def _unpacked(data: memoryview, at: int) -> tuple[Record | None, int]:
+    """Returns the record at an offset, and the bytes that it takes; None: there is only its beginning."""
+    end = at + _HEAD.size
+    if len(data) < end:
+        return None, 0
+    kind, piece, attempt, count, meta_bytes, digest = _HEAD.unpack_from(data, at)
+    first = end + 8 * count
+    if len(data) < first:
+        return None, first - at
+    sizes = struct.unpack_from(f"<{count}Q", data, end)
+    whole = first + meta_bytes + sum(sizes) - at
+    if len(data) < at + whole:
+        return None, whole
+    meta, buffers, begin = bytes(data[first : first + meta_bytes]), [], first + meta_bytes
+    for size in sizes:
+        buffers.append(data[begin : begin + size])
+        begin += size
+    return Record(Kind(kind), piece, attempt, Encoded(meta, tuple(buffers), digest)), whole
+
+
+class RecordWriter:
+    """Appends records to a new file.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, record: Record) -> None:
+        """Writes a record: whole, unless the process dies meanwhile."""
+        data = memoryview(packed(record))
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class RecordReader:
+    """Reads the records of a file while it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+
+    def read(self) -> Iterator[Record]:
+        """Yields the whole records since the last call.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: its bytes are no records.
+        """
+        with self._path.open("rb") as file:
+            wanted = _CHUNK_BYTES
+            while True:
+                file.seek(self._at)
+                data, begin = memoryview(file.read(wanted)), 0
+                while True:
+                    record, size = _unpacked(data, begin)
+                    if record is None:
+                        break
+                    begin += size
+                    yield record
+                self._at += begin
+                if begin == 0 and size <= len(data):  # not even a head
+                    return
+                if begin == 0 and len(data) < size and len(data) < wanted:
+                    return  # torn
+                wanted = max(_CHUNK_BYTES, size)
+
+
+def write_pieces(folder: Path, pieces: Sequence[Any]) -> bytes:
+    """Writes the pieces of a map. Returns a digest of all of them.
+
+    Raises:
+        ValueNotEncodable: a piece does not travel; the message has its number.
+    """
+    import xxhash
+
+    digest, offsets, at = xxhash.xxh3_128(), np.zeros(len(pieces) + 1, np.int64), 0
+    with (folder / "pieces").open("wb", buffering=_CHUNK_BYTES) as file:
+        for number, piece in enumerate(pieces):
+            value = encode(piece, what=f"piece {number} of the map")
+            digest.update(value.digest)
+            at += file.write(packed(Record(Kind.RESULT, number, 0, value)))
+            offsets[number + 1] = at
+    np.save(folder / "offsets.npy", offsets)
+    return digest.digest()
+
+
+class PieceFile:
+    """The pieces of a map, read one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+        self._data = memoryview(b"")
+        if self._offsets[-1]:
+            with (folder / "pieces").open("rb") as file:
+                self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, number: int) -> Any:
+        record, _ = _unpacked(self._data, int(self._offsets[number]))
+        if record is None or not verify(record.value):
+            raise OSError(f"piece {number} cannot be read: the file of the pieces was changed")
+        return decode(record.value, writable=True)

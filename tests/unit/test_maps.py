@@ -1,0 +1,167 @@
+"""`tg.map` and `tg.imap` in this process: results, errors, names, what a later call goes on from."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.maps.functions import find, reference
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "taskgraph" / "maps").iterdir() if path.is_dir())
+
+
+def test_results_are_in_order(tmp_path: Path) -> None:
+    assert tg.map(lambda x: x * x, range(20), nodes=0) == [x * x for x in range(20)]
+    assert tg.map(str, [], nodes=0) == []
+    assert sorted(tg.imap(lambda x: -x, [3, 4], nodes=0)) == [(0, -3), (1, -4)]
+    assert left(tmp_path) == []
+
+
+def test_arrays_travel_and_may_be_changed() -> None:
+    (found,) = tg.map(lambda x: x + 1, [np.zeros(100_000)], nodes=0)
+    found += 1
+    assert (found == 2).all()
+
+
+def drawn(_: Any) -> tuple[float, float]:
+    return random.random(), float(np.random.random())
+
+
+def test_pieces_are_seeded_by_their_number() -> None:
+    first, again = (tg.map(drawn, [None] * 5, nodes=0) for _ in range(2))
+    assert first == again and len(set(first)) == 5
+
+
+def odd(x: int) -> int:
+    if x % 2 == 0:
+        raise ValueError(f"{x} is even")
+    return x
+
+
+def test_a_piece_that_raises_is_named() -> None:
+    with pytest.raises(tg.PieceFailed, match="piece 2 raised on n1, in 2 attempts") as failed:
+        tg.map(odd, [1, 3, 4], nodes=0, attempts=2)
+    assert (failed.value.piece, failed.value.node) == (2, "n1")
+    assert "ValueError: 4 is even" in failed.value.traceback and "in odd" in failed.value.traceback
+
+
+def test_pieces_are_set_aside() -> None:
+    one, failed, three = tg.map(odd, [1, 2, 3], nodes=0, on_error="set aside")
+    assert (one, three) == (1, 3)
+    assert isinstance(failed, tg.Failed) and failed.piece == 1 and "2 is even" in failed.traceback
+
+
+def test_values_that_do_not_travel_are_named() -> None:
+    with pytest.raises(tg.ValueNotEncodable, match="piece 1 of the map"):
+        tg.map(str, [1, object()], nodes=0)
+    with pytest.raises(tg.PieceFailed, match="the result of piece 0 of the map"):
+        tg.map(lambda _: object(), [1], nodes=0)
+
+
+def test_a_map_goes_on_from_what_failed(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    computed: list[int] = []
+
+    def fragile(x: int) -> int:
+        if x == 5 and not ready.exists():
+            raise OSError("not ready")
+        computed.append(x)
+        return 10 * x
+
+    with pytest.raises(tg.PieceFailed, match="not ready") as failed:
+        tg.map(fragile, range(8), nodes=0, attempts=1, name="again")
+    assert left(tmp_path) == ["again"] and "resume=True" in str(failed.value.__notes__)
+    ready.touch()
+    before = len(computed)
+    assert before < 8
+    with pytest.raises(tg.JobError, match="other pieces"):
+        tg.map(fragile, range(1, 9), nodes=0, name="again", resume=True)
+    assert tg.map(fragile, range(8), nodes=0, name="again", resume=True) == [10 * x for x in range(8)]
+    assert sorted(computed) == list(range(8)) and left(tmp_path) == []
+
+
+def test_a_loop_that_is_left_early_ends_the_map(tmp_path: Path) -> None:
+    for number, _ in tg.imap(lambda x: x, range(50), nodes=0, name="early"):
+        assert number == 0
+        break
+    assert left(tmp_path) == ["early"]
+    assert tg.map(lambda x: x, range(50), nodes=0, name="early", resume=True) == list(range(50))
+
+
+def test_two_calls_of_a_name_exclude_each_other() -> None:
+    first = tg.imap(lambda x: x, range(3), nodes=0, name="taken")
+    next(first)
+    with pytest.raises(tg.JobRunning, match="give this one another name"):
+        tg.map(lambda x: x, range(3), nodes=0, name="taken")
+    assert len(list(first)) == 2
+
+
+def job_in_a_piece(x: int) -> Any:
+    return tg.map(math.factorial, range(x), nodes=0)
+
+
+def test_a_map_in_a_piece() -> None:
+    assert tg.map(job_in_a_piece, [2, 3], nodes=0) == [[1, 1], [1, 1, 2]]
+
+
+class Named:
+    @staticmethod
+    def method(x: int) -> int:
+        return x
+
+    def bound(self, x: int) -> int:
+        return x
+
+
+async def waits(x: int) -> int:
+    return x
+
+
+@pytest.mark.parametrize("function", [odd, math.sqrt, Named.method, tg.shard, np.linalg.norm, Path.exists])
+def test_functions_are_found_by_their_names(function: Any) -> None:
+    found = find(reference(function))
+    assert found.__qualname__ == function.__qualname__ and found.__module__ == function.__module__
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x, "it is a lambda"),
+        (Named().bound, "is another object"),
+        (functools.partial(odd, 1), "a partial has no name in a module"),
+        (waits, "is async"),
+        (7, "takes a function"),
+    ],
+)
+def test_functions_that_nodes_cannot_import(function: Any, message: str) -> None:
+    with pytest.raises(tg.JobError, match=message):
+        tg.map(function, [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": -1}, "nodes=-1"),
+        ({"attempts": 0}, "attempts=0"),
+        ({"on_error": "ignore"}, "on_error='ignore'"),
+        ({"name": "a/b"}, "name='a/b'"),
+        ({"nodes": 0, "resume": True}, "give it the name"),
+    ],
+)
+def test_arguments_are_checked(options: Any, message: str) -> None:
+    with pytest.raises(tg.JobError, match=message):
+        tg.map(odd, [1], **options)
