@@ -2,7 +2,7 @@
 
 VERSION = "0.1.0"
 
-PROTOCOL = 14
+PROTOCOL = 15
 """The version of the messages between nodes and of the records in etcd. A job's nodes all have the same one."""
 
 LOCAL_FINGERPRINT = "local"

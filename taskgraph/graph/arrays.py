@@ -7,6 +7,7 @@ Decoding makes views that cannot be made writable.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 from weakref import getweakrefs
@@ -17,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from taskgraph.graph import dtypes, worksharing
 from taskgraph.graph.blocks import Allocate, Finalizer, block_behind
-from taskgraph.graph.digests import BLOCK_BYTES
+from taskgraph.graph.digests import BLOCK_BYTES, block_digests
 
 __all__ = [
     "INLINE_BYTES",
@@ -26,6 +27,8 @@ __all__ = [
     "SmallParts",
     "empty",
     "immutable_base",
+    "immutable_copy",
+    "known_blocks",
     "known_digest",
     "remember_digest",
     "share_bytes",
@@ -60,9 +63,11 @@ class _DecodedMark(Finalizer[Array]):
 
     Attributes:
         value_id: meta and digest of the value, if the array is the whole value.
+        blocks: the digests of the memory's blocks (`digests`), if `immutable_copy` made it; otherwise not set.
     """
 
-    __slots__ = ("value_id",)
+    __slots__ = ("blocks", "value_id")
+    blocks: bytes
     value_id: tuple[bytes, bytes] | None
 
 
@@ -314,6 +319,31 @@ def immutable_base(data: memoryview, whole: tuple[bytes, bytes] | None = None) -
     mark.value_id = whole
     _keep_mark(mark)
     return base
+
+
+def immutable_copy(parts: Iterable[Array]) -> NDArray[np.uint8]:
+    """Joins the elements of arrays to one array of bytes that never changes: values share it, and its digest is known.
+
+    For a state that keeps most of its memory from snapshot to snapshot.
+    """
+    base = immutable_base(memoryview(b"".join([part.tobytes() for part in parts])))
+    mark = _find_mark(base)
+    assert mark is not None
+    mark.blocks = block_digests(base.data)
+    return base
+
+
+def known_blocks(buffer: object) -> bytes | None:
+    """Returns the digests of the blocks of a buffer that is what `immutable_copy` made; None for any other."""
+    if type(buffer) is not memoryview:
+        return None
+    base: Any = buffer.obj
+    while type(base) is np.ndarray:
+        mark = _find_mark(base)
+        if mark is not None:
+            return getattr(mark, "blocks", None) if base.nbytes == buffer.nbytes else None
+        base = base.base
+    return None
 
 
 def view_whole(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], whole: tuple[bytes, bytes]) -> Array:

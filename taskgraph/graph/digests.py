@@ -21,7 +21,16 @@ import xxhash
 
 from taskgraph.graph import worksharing
 
-__all__ = ["BLOCK_BYTES", "Source", "StreamingDigest", "digest", "of_block_digests", "of_one_buffer", "without_buffers"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Source",
+    "StreamingDigest",
+    "block_digests",
+    "digest",
+    "of_block_digests",
+    "of_one_buffer",
+    "without_buffers",
+]
 
 BLOCK_BYTES: Final = 1 << 20
 """Some 0.1 ms of copying and digesting: enough that it costs little to share blocks between threads, and so little that
@@ -80,6 +89,11 @@ def of_block_digests(value: bytes | bytearray | memoryview, sizes: Sequence[int]
     whole = _hash_head(value, sizes)
     whole.update(blocks)
     return whole.digest()
+
+
+def block_digests(buffer: memoryview | Source) -> bytes:
+    """Returns the digests of the blocks of a buffer, in order, as `of_block_digests` takes them."""
+    return b"".join([_digest_block(buffer, begin) for begin in range(0, buffer.nbytes, BLOCK_BYTES)])
 
 
 def _digest_blocks_in_threads(whole: xxhash.xxh3_128, buffers: Sequence[memoryview | Source]) -> None:

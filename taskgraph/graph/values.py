@@ -161,6 +161,10 @@ def _finish_buffers(meta: bytes, buffers: Sequence[Any]) -> tuple[tuple[memoryvi
 
 
 def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview | digests.Source]) -> bytes:
+    known = [arrays.known_blocks(buffer) for buffer in buffers]
+    if any(known):
+        parts = [one or digests.block_digests(buffer) for one, buffer in zip(known, buffers, strict=True)]
+        return digests.of_block_digests(meta, [buffer.nbytes for buffer in buffers], b"".join(parts))
     blocks = b""
     for buffer in buffers:
         if not isinstance(buffer, Digested):

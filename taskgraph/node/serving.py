@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import DecodeError, Refused, StateError, TaskGraphError
+from taskgraph.graph.changes import with_kept
 from taskgraph.graph.values import split_values
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.primary.leader import within_reach
 from taskgraph.node.usercode.errors import StuckError, UserCodeError
 from taskgraph.observe.trace import clock
-from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.messages import (
     Accepted,
     Audit,
     Call,
+    Encoded,
     Flag,
     HandOver,
     LedgerPage,
@@ -292,8 +294,8 @@ class Serving:
             raise Refused(Reason.STALE, f"{node.name} dropped its replica of task {offer.task} while it was set up")
         self._store(replica, offer, log)
         if node.injects_held:
-            for boundary in _boundaries(offer):
-                await node.point("held", offer.task, boundary.stamp.epoch)
+            for number in _numbers(offer):
+                await node.point("held", offer.task, number)
         if began:
             self._trace_store(began, peer, offer)
         return Accepted(offer.term)
@@ -311,7 +313,7 @@ class Serving:
         epoch = self._node.keeper.view.epoch
         if epoch is not None:
             replica.follow(epoch.record)  # first drop what a roll-back undid: it must not make later boundaries history
-        for boundary in _boundaries(offer):
+        for boundary in _boundaries(offer, replica.boundaries):
             if not replica.boundaries.hold(boundary, committed=offer.committed):
                 raise Refused(Reason.STALE, f"boundary {boundary.key} of task {offer.task} is stale")
         if log:
@@ -323,8 +325,7 @@ class Serving:
     def _trace_store(self, began: int, peer: str, offer: Offer | Offers) -> None:
         """Traces the storing of an offer as one span, of the first traced epoch in it."""
         tracing = self._node.tracing
-        numbers = [epoch for epoch, _, _ in offer.parts] if isinstance(offer, Offers) else [offer.stamp.epoch]
-        for number in numbers:
+        for number in _numbers(offer):
             if tracing.is_traced(number - 1):
                 made, size = Stamp(offer.stamp.attempt, number - 1), offer.value.size_bytes
                 who = name_of(peer)
@@ -345,14 +346,23 @@ class Serving:
             raise Refused(Reason.STALE, f"boundary {offer.stamp.epoch} of attempt {offer.stamp.attempt} was undone")
 
 
-def _boundaries(offer: Offer | Offers) -> list[Boundary]:
+def _numbers(offer: Offer | Offers) -> list[int]:
+    """Returns the numbers of the boundaries of an offer."""
+    return [epoch for epoch, _, _ in offer.parts] if isinstance(offer, Offers) else [offer.stamp.epoch]
+
+
+def _boundaries(offer: Offer | Offers, stored: Boundaries) -> list[Boundary]:
     """Returns the boundaries of an offer.
 
+    Args:
+        stored: the boundaries that the replica has: an offer may lack buffers of one of them.
+
     Raises:
-        Refused: the bytes of several boundaries do not match their announced sizes and digests.
+        Refused: the bytes of several boundaries do not match their announced sizes and digests; or the replica has
+            freed the boundary with the buffers that are lacking.
     """
     if type(offer) is Offer:
-        return [Boundary(offer.stamp, offer.term, offer.value)]
+        return [Boundary(offer.stamp, offer.term, _whole_value(offer, stored))]
     assert type(offer) is Offers
     try:
         values = split_values(offer.value, [(size, digest) for _, size, digest in offer.parts])
@@ -363,3 +373,17 @@ def _boundaries(offer: Offer | Offers) -> list[Boundary]:
         Boundary(stamp_of((attempt, epoch)), term, value)
         for (epoch, _, _), value in zip(offer.parts, values, strict=True)
     ]
+
+
+def _whole_value(offer: Offer, stored: Boundaries) -> Encoded:
+    """Returns the value of an offer, with the buffers that it lacks. Raises Refused if they are not there."""
+    if offer.kept is None:
+        return offer.value
+    base = stored.find(offer.kept.base)
+    if base is None:
+        text = f"the boundary before boundary {offer.stamp.epoch} of task {offer.task} is not stored here any more"
+        raise Refused(Reason.STALE, text)
+    try:
+        return with_kept(offer.value, offer.kept, base.value)
+    except DecodeError as error:
+        raise Refused(Reason.BAD_MESSAGE, f"offer of task {offer.task}: {error}") from None

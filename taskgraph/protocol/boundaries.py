@@ -92,6 +92,11 @@ class Boundaries:
         self._stored[key] = boundary
         return True
 
+    def find(self, digest: bytes) -> Boundary | None:
+        """Returns a stored boundary whose value has this digest, if there is one."""
+        stored = [*self._stored.values(), *([self.committed] if self.committed is not None else [])]
+        return next((boundary for boundary in stored if boundary.value.digest == digest), None)
+
     def until(self, epoch: int) -> tuple[Boundary, ...]:
         """Returns the stored boundaries that commit when `epoch` is read as committed, in order.
 

@@ -154,6 +154,10 @@ class InSync:
         if node in self._acked:
             self._acked[node].update(set(keys).intersection(self._current))
 
+    def acknowledged_before(self, node: str, key: Key) -> Key | None:
+        """Returns the latest boundary before `key` that `node` has acknowledged, if there is one."""
+        return max((acked for acked in self._acked.get(node, ()) if acked < key), default=None)
+
     def waits_for(self, key: Key) -> tuple[str, ...]:
         """Returns the nodes whose acknowledgement of boundary `key` is missing."""
         lacking = []

@@ -46,6 +46,7 @@ __all__ = [
     "Flag",
     "HandOver",
     "Item",
+    "Kept",
     "LedgerEntry",
     "LedgerPage",
     "Message",
@@ -231,6 +232,20 @@ class Answer(_Message, frozen=True, tag=True):
     value: Encoded
 
 
+class Kept(NamedTuple):
+    """The buffers of a value that its receiver has already, in another value.
+
+    Attributes:
+        base: the digest of that value.
+        places: for each buffer of the whole value, its number in `base`; -1: it is sent.
+        digest: that of the whole value.
+    """
+
+    base: bytes
+    places: tuple[int, ...]
+    digest: bytes
+
+
 class Offer(_Message, frozen=True, tag=True):
     """Primary to backup or candidate: asks to store a boundary. Accepted once it is stored.
 
@@ -240,6 +255,8 @@ class Offer(_Message, frozen=True, tag=True):
         candidate: the receiver is being admitted, and sets its replica up before it accepts.
         invitation: how often this primary has invited the node. The receiver keeps the boundary until a `Release` with
             this number, or until another term begins.
+        kept: `value` lacks these buffers of the boundary: the receiver takes them from one that it acknowledged. None:
+            `value` is whole.
     """
 
     stamp: Stamp
@@ -249,6 +266,7 @@ class Offer(_Message, frozen=True, tag=True):
     candidate: bool
     invitation: int
     value: Encoded
+    kept: Kept | None = None
 
 
 class Offers(_Message, frozen=True, tag=True):

@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.graph.arrays import immutable_copy
 from taskgraph.tables.options import TableOptions
 
 __all__ = ["Layout", "block_of"]
@@ -53,7 +54,7 @@ class Layout:
 
     def pack(self, segment: Mapping[str, Array]) -> dict[str, Array]:
         """Copies the arrays of a segment into a block of bytes that never changes, and returns its parts."""
-        return self.unpack(np.frombuffer(b"".join([segment[name].tobytes() for name in self.fields]), np.uint8))
+        return self.unpack(immutable_copy([segment[name] for name in self.fields]))
 
     def unpack(self, block: Block) -> dict[str, Array]:
         """Returns the parts of a block of this layout, as views."""

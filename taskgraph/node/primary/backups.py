@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused, TransportError
+from taskgraph.graph.changes import changes_since
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary.peer_replica import PeerReplica
 from taskgraph.node.primary.unsent_offers import UnsentOffers, message_of
@@ -153,7 +154,7 @@ class Backups:
 
     def _offer_now(self, peer: PeerReplica, boundaries: list[Boundary]) -> bool:
         """Offers a member pending boundaries, as far as that needs no waiting."""
-        message = message_of(boundaries, self._task, self._term, peer.invitation)
+        message = self._changes_of(boundaries, peer) or message_of(boundaries, self._task, self._term, peer.invitation)
         began = self._node.tracing.on and clock()
         reply = self._node.router.begin_at(peer.node, message)
         if reply is None:
@@ -162,6 +163,21 @@ class Backups:
             peer.offered[boundary.key] = reply
         reply.add_done_callback(partial(self._on_answer, peer, boundaries, began))
         return True
+
+    def _changes_of(self, boundaries: list[Boundary], peer: PeerReplica) -> Offer | None:
+        """Makes an offer without the buffers that a member has; None: it has none of them.
+
+        If the member refuses, since it has freed the boundary with them, its manager offers the whole boundary.
+        """
+        boundary = boundaries[-1]
+        if len(boundaries) > 1 or not boundary.value.buffers:
+            return None
+        base = self._boundaries.get(self._insync.acknowledged_before(peer.node, boundary.key) or boundary.key)
+        changes = changes_since(boundary.value, base.value) if base is not None and base is not boundary else None
+        if changes is None:
+            return None
+        value, kept = changes
+        return Offer(boundary.stamp, self._term, self._task, False, False, peer.invitation, value, kept)
 
     def _on_answer(
         self, peer: PeerReplica, boundaries: list[Boundary], began: int, reply: asyncio.Future[Reply]

@@ -16,6 +16,7 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving, _boundaries
+from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Call, Encoded, Offer, Offers, Reply, Report, Stamp
 
 EPOCHS = 40
@@ -67,7 +68,7 @@ async def primary_at(cluster: InProcessCluster, epoch: int) -> Node:
 
 
 def numbers(offer: Offer | Offers) -> list[int]:
-    return [boundary.stamp.epoch for boundary in _boundaries(offer)]
+    return [boundary.stamp.epoch for boundary in _boundaries(offer, Boundaries())]
 
 
 def test_boundaries_travel_together_once(sent: list[Offer | Offers]) -> None:
@@ -81,7 +82,7 @@ def test_boundaries_travel_together_once(sent: list[Offer | Offers]) -> None:
 def test_member_holds_each_boundary(sent: list[Offer | Offers]) -> None:
     run(Slow)
     for offer in sent:
-        for boundary in _boundaries(offer):
+        for boundary in _boundaries(offer, Boundaries()):
             assert verify(boundary.value)
             assert decode(boundary.value)["state"]["total"] == boundary.stamp.epoch
 
