@@ -15,6 +15,7 @@ import numpy as np
 
 from taskgraph.errors import DecodeError, JobError, error_text, first_names
 from taskgraph.graph.codecs import Codec, codec_of
+from taskgraph.graph.values import encode
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -103,12 +104,17 @@ class JobResult(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The only value: what the function of an elastic job returned. Raises JobError if there is not one value."""
-        if len(self.values) != 1:
-            tasks = first_names([*map(str, self.values)], _NAMED)
-            which = f"tasks {tasks} returned one each" if self.values else "no task returned one from result()"
-            raise JobError(f"JobResult.value is for jobs with one value; {which}: use .values")
-        return cast(T, next(iter(self.values.values())))
+        """The only value, or that of all tasks if their values are equal: same types, same bits.
+
+        Raises:
+            JobError: there is no value, or there are different ones.
+        """
+        values = list(self.values.values())
+        if len(values) == 1 or (values and len({_digest(value) for value in values}) == 1):
+            return cast(T, values[0])
+        tasks = first_names([*map(str, self.values)], _NAMED)
+        which = f"tasks {tasks} returned different ones" if self.values else "no task returned one from result()"
+        raise JobError(f"JobResult.value is for jobs with one value; {which}: use .values")
 
     def to_json(self) -> str:
         """Formats the result as a line of JSON: arrays as nested lists, bytes as base64, nan and infinities as strings.
@@ -165,6 +171,10 @@ def json_pieces(result: JobResult) -> Iterator[str]:
         "wall_s": round(result.wall_s, 3),
     }
     yield f"], {json.dumps(rest, allow_nan=False)[1:]}"
+
+
+def _digest(value: Any) -> bytes:
+    return encode(value, what="result").digest
 
 
 def _as_floats(numbers: Mapping[str, Any]) -> dict[str, float]:

@@ -20,6 +20,7 @@ __all__ = [
     "HandlerInfo",
     "TaskShape",
     "arguments_of",
+    "check_apart",
     "check_attributes",
     "check_keywords",
     "check_state",
@@ -65,6 +66,8 @@ class TaskShape:
 
     Attributes:
         stateful: the class declares state, or overrides `snapshot`.
+        shared: the state that is declared as equal on all tasks, sorted.
+        own: there is state apart from `shared`.
         receives: the class takes flags or requests: no message may be on its way when its sync points run.
         overrides: names of the hooks that the class defines.
         handlers: request method -> handler.
@@ -73,6 +76,8 @@ class TaskShape:
     """
 
     stateful: bool
+    shared: tuple[str, ...]
+    own: bool
     receives: bool
     overrides: frozenset[str]
     handlers: Mapping[str, HandlerInfo]
@@ -149,7 +154,7 @@ def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> Non
     after = cls.__mro__[cls.__mro__.index(base) + 1 :]
     if keywords and not any("__init_subclass__" in vars(other) for other in after if other is not object):
         names = ", ".join(map(repr, keywords))
-        raise JobError(f"class {cls.__name__}: tg.Task takes state=[...], not {names}")
+        raise JobError(f"class {cls.__name__}: tg.Task takes state=[...] and shared=[...], not {names}")
 
 
 def check_attributes(task: object, shape: TaskShape) -> None:
@@ -174,29 +179,44 @@ def _value_text(value: object) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
-def check_state(cls: type, state: Sequence[str]) -> Sequence[str]:
-    """Returns the names that a class declares with `state=[...]`. Raises JobError if a name cannot be state."""
+def check_state(cls: type, state: Sequence[str], word: str = "state") -> None:
+    """Checks the names that a class declares with `state=[...]`, or another `word`.
+
+    Raises:
+        JobError: a name cannot be state.
+    """
     if not isinstance(state, list | tuple):  # not a set: its order differs from process to process
         example = f"[{state!r}]" if isinstance(state, str) else '["theta"]'
-        raise JobError(f"class {cls.__name__}: state takes a list of names: state={example}")
+        raise JobError(f"class {cls.__name__}: {word} takes a list of names: {word}={example}")
     for name in state:
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-            raise JobError(f"class {cls.__name__}: state names attributes, and {name!r} is no attribute name")
+            raise JobError(f"class {cls.__name__}: {word} names attributes, and {name!r} is no attribute name")
         if name in FRAMEWORK_ATTRIBUTES:
-            raise JobError(f"class {cls.__name__}: {name!r} is set by the framework and cannot be state")
+            raise JobError(f"class {cls.__name__}: {name!r} is set by the framework and cannot be {word}")
         if name in _HOOKS or inspect.isfunction(inspect.getattr_static(cls, name, None)):
-            raise JobError(f"class {cls.__name__}: {name!r} is a method and cannot be state")
+            raise JobError(f"class {cls.__name__}: {name!r} is a method and cannot be {word}")
         if name.startswith("__"):
             raise JobError(
-                f"class {cls.__name__}: Python renames self.{name} inside a class, so it cannot be state: call it "
+                f"class {cls.__name__}: Python renames self.{name} inside a class, so it cannot be {word}: call it "
                 f"{name.strip('_')!r} or {'_' + name.strip('_')!r}"
             )
     if len(set(state)) != len(state):
-        raise JobError(f"class {cls.__name__}: state names an attribute twice: {list(state)}")
-    return state
+        raise JobError(f"class {cls.__name__}: {word} names an attribute twice: {list(state)}")
 
 
-def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
+def check_apart(cls: type, state: Sequence[str], shared: Sequence[str]) -> None:
+    """Raises JobError if a name in `shared`, of the class and its bases, is also declared as state by one of them."""
+    own = {*state}
+    for base in cls.__mro__[1:]:
+        own |= {*vars(base).get("__taskgraph_state__", ())} - {*vars(base).get("__taskgraph_shared__", ())}
+    if twice := own.intersection(shared):
+        raise JobError(
+            f"class {cls.__name__}: {', '.join(map(repr, sorted(twice)))} is declared as state and as shared: name it "
+            f"once, in shared if it is equal on all tasks"
+        )
+
+
+def make_shape(cls: type, base: type, state: Sequence[str], shared: Sequence[str] = ()) -> TaskShape:
     """Returns the shape of `cls`, a subclass of `base`. Raises JobError if its hooks or handlers are wrong."""
     overrides = frozenset(name for name in _HOOKS if getattr(cls, name) is not getattr(base, name))
     for name in sorted(overrides):
@@ -212,6 +232,8 @@ def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
     _check_spelling(cls, overrides, {info.method_name for info in handlers.values()})
     return TaskShape(
         stateful=bool(state) or "snapshot" in overrides,
+        shared=tuple(sorted(shared)),
+        own=len(state) > len(shared) or "snapshot" in overrides,
         receives=bool(handlers) or "on_flag" in overrides,
         overrides=overrides,
         handlers=MappingProxyType(handlers),

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from taskgraph.errors import JobError, StateError
-from taskgraph.shape import TaskShape, check_keywords, check_state, make_shape
+from taskgraph.shape import TaskShape, check_apart, check_keywords, check_state, make_shape
 
 if TYPE_CHECKING:
     from taskgraph.epoch import Epoch
@@ -85,6 +85,10 @@ class _SetByFramework:
 class Task:
     """One task of a job. Subclass it; `class Fit(tg.Task, state=["theta"])` names what a failure cannot take.
 
+    `shared=["theta"]` names state that is equal on all tasks at every boundary: `class Fit(tg.Task, shared=["theta"])`.
+    The tasks that declare the same names are compared, to the last bit; if they differ, the job fails and names tasks,
+    attribute and epoch. The lowest of them keeps the state for all: backups of the others do not get it.
+
     Subclasses add to the state of their bases. Hooks, computes and handlers are `def` (they run in a worker thread) or
     `async def` (on the event loop); two of one task never run at once. `snapshot`, `restore` and `result` are
     `def`.
@@ -115,19 +119,19 @@ class Task:
         xp = _SetByFramework()
 
     __taskgraph_state__: ClassVar[tuple[str, ...]] = ()
+    __taskgraph_shared__: ClassVar[tuple[str, ...]] = ()
     __taskgraph_shape__: ClassVar[TaskShape]
 
-    def __init_subclass__(cls, state: Sequence[str] = (), **kwargs: Any) -> None:
+    def __init_subclass__(cls, state: Sequence[str] = (), shared: Sequence[str] = (), **kwargs: Any) -> None:
         check_keywords(cls, Task, kwargs)
         super().__init_subclass__(**kwargs)
-        added = check_state(cls, state)
-        # Of all bases, and each name once. It has some itself where `@dataclass(slots=True)` makes the class once more,
-        # without the keywords, of what it has.
-        inherited = dict.fromkeys(
-            name for base in reversed(cls.__mro__) for name in vars(base).get("__taskgraph_state__", ())
-        )
-        cls.__taskgraph_state__ = tuple(inherited | dict.fromkeys(added))
-        cls.__taskgraph_shape__ = make_shape(cls, Task, cls.__taskgraph_state__)
+        check_state(cls, state)
+        check_state(cls, shared, "shared")
+        equal = _declared(cls, "__taskgraph_shared__", shared)
+        all_state = _declared(cls, "__taskgraph_state__", (*state, *shared))
+        check_apart(cls, state, equal)
+        cls.__taskgraph_state__, cls.__taskgraph_shared__ = all_state, equal
+        cls.__taskgraph_shape__ = make_shape(cls, Task, all_state, equal)
 
     def setup(self) -> Any:
         """Runs once per replica: load data (`tg.shard`), make the first state."""
@@ -191,6 +195,15 @@ class Task:
 
     def teardown(self) -> Any:
         """Called at the end of each living replica: the last chance to save work, within `Settings.cancel_s`."""
+
+
+def _declared(cls: type, attribute: str, added: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names that a class and all its bases declare, each once.
+
+    The class has some itself where `@dataclass(slots=True)` makes it once more, without the keywords.
+    """
+    inherited = (name for base in reversed(cls.__mro__) for name in vars(base).get(attribute, ()))
+    return tuple(dict.fromkeys([*inherited, *added]))
 
 
 def _title(task: Task) -> str:

@@ -32,6 +32,7 @@ from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.protocol.reach import host_of, unix_socket
 from taskgraph.protocol.records import NodeRecord, name_of
+from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.takeover import remaining_nodes, sole_copies
 from taskgraph.protocol.view import JobView
 from taskgraph.system import host
@@ -158,7 +159,7 @@ def _sole_state(view: JobView, spec: JobSpec, node: str) -> str:
 def _is_only_holder(view: JobView, task: int, node: str) -> bool:
     """Returns True if no other registered node has the task's state."""
     others = [n for n in view.in_sync(task) if n != node and n in view.nodes and n not in view.gone]
-    return view.primaries[task].record.stateful and node in view.in_sync(task) and not others
+    return holds_state(view, task) and node in view.in_sync(task) and not others
 
 
 def is_here(record: NodeRecord) -> bool:

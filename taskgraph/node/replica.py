@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
+from taskgraph.errors import DecodeError, JobError
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.compose import Graph
-from taskgraph.graph.values import begin_copy_to_host, copy_to_host, decode, encode, verify
+from taskgraph.graph.values import copy_to_host, decode, encode, verify
 from taskgraph.jobs import Job
 from taskgraph.node.reports import PlainRows, ReportLog, Rows, add_reports, reports_in
+from taskgraph.node.snapshots import Snapshot, decode_boundary, encode_snapshot, shared_in
 from taskgraph.node.usercode.actor import Actor
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cuda_error
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
-from taskgraph.protocol.boundaries import Boundaries
+from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.numbers import compact
 from taskgraph.protocol.records import EpochRecord
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from taskgraph.node.router import Router
     from taskgraph.task import Event
 
-__all__ = ["COPIES", "Replica", "encode_fields", "is_intact", "named_fields"]
+__all__ = ["COPIES", "Replica", "is_intact"]
 
 R = TypeVar("R")
 
@@ -50,11 +51,6 @@ error of a compute."""
 _SPOILER_S: Final = 0.2
 """Pause before a device error in such a copy is reported, so that the compute that caused it fails first
 (`DeviceLoss`)."""
-
-
-def named_fields(state: Any) -> dict[str, Any]:
-    """Returns {name: field} of a snapshot that is a dict, and {} for others."""
-    return state if isinstance(state, dict) and all(isinstance(name, str) for name in state) else {"snapshot()": state}
 
 
 def _check_reserved(task: Task, **numbers: int) -> None:
@@ -78,18 +74,6 @@ def _reserved_error(task: Task, where: str, name: str) -> JobError:
         f"is set by the framework, as are {', '.join(other for other in FRAMEWORK_ATTRIBUTES if other != name)}: give "
         f"yours another name"
     )
-
-
-def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
-    """Encodes a snapshot field by field.
-
-    Raises:
-        ValueNotEncodable: names the field that cannot travel.
-    """
-    fields = named_fields(state)
-    if fields is not state:
-        return {name: encode(state, what=f"snapshot of task {task}", ordered=True) for name in fields}
-    return {name: encode(value, what=f"state {name!r} of task {task}", ordered=True) for name, value in fields.items()}
 
 
 class Replica:
@@ -132,6 +116,8 @@ class Replica:
         self._set_up: asyncio.Task[None] | None = None
         self.ready = False
         self._is_twin = False
+        self.keeps_shared = True
+        """False once it is known that another task keeps the shared state."""
         self._promise = (0, 0)
         self._lineage = 0
 
@@ -228,7 +214,12 @@ class Replica:
     def stateful(self) -> bool:
         return self.shape.stateful
 
-    async def snapshot(self, numbers: dict[str, float], rows: dict[int, PlainRows], *, stays: bool = False) -> Encoded:
+    @property
+    def holds_state(self) -> bool:
+        """True if a boundary of the task has state, which is not so if all of it is kept by another task."""
+        return self.shape.own or (bool(self.shape.shared) and self.keeps_shared)
+
+    async def snapshot(self, numbers: dict[str, float], rows: dict[int, PlainRows], *, stays: bool = False) -> Snapshot:
         """Encodes the task's state as a boundary, with the reports that travel in it.
 
         Args:
@@ -236,28 +227,35 @@ class Replica:
         """
         task, shape = self.user_task, self.shape
 
-        def take() -> Encoded:
+        def take() -> Snapshot:
             check_attributes(task, shape)  # also after the last epoch, whose state gives the result
-            # Encoded before other code of the task runs, since a snapshot may be the task's own arrays.
-            state = task.snapshot() if shape.stateful else None
-            try:
-                whole = {"state": state, "numbers": numbers, "log": rows}
-                what, there = f"snapshot of task {self.task}", stays and self.device is not None
-                value = encode(whole, what=what, allocate=self.router.allocate, stays=there, ordered=True)
-            except ValueNotEncodable:
-                encode_fields(state, self.task)  # raises with the name of the field
-                raise
-            if there:  # before the next epoch computes, which would delay the copy
-                begin_copy_to_host(value, allocate=self.router.allocate)
-            return value
+            return encode_snapshot(
+                task.snapshot() if shape.stateful else None,
+                numbers,
+                rows,
+                task=self.task,
+                shared=shape.shared,
+                keeps=self.keeps_shared,
+                allocate=self.router.allocate,
+                on_device=self.device is not None,
+                stays=stays and self.device is not None,
+            )
 
         if _is_small_snapshot(task, shape):
             return await self.actor.call_on_loop("snapshot", take)
         return await self.actor.call("snapshot", take)
 
-    async def copy_to_host(self, value: Encoded) -> Encoded:
+    async def copy_to_host(self, snapshot: Snapshot) -> Snapshot:
         """Copies a snapshot that stayed on the device to the host, while the task computes on."""
-        copy = partial(copy_to_host, value, allocate=self.router.allocate)
+
+        def copy() -> Snapshot:
+            parts = [
+                None if part is None else copy_to_host(part, allocate=self.router.allocate)
+                for part in (snapshot.value, snapshot.shared)
+            ]
+            assert parts[0] is not None
+            return Snapshot(parts[0], parts[1], snapshot.digest)
+
         try:
             return await self.actor.call(COPIES, copy, alone=False)
         except UserCodeError as error:
@@ -265,17 +263,17 @@ class Replica:
                 await asyncio.sleep(_SPOILER_S)
             raise
 
-    async def restore(self, value: Encoded) -> None:
+    async def restore(self, boundary: Boundary) -> None:
         """Restores the user's object from a boundary, which it decodes anew."""
         task = self.user_task
 
         def put() -> Mapping[str, float]:
-            if not is_intact(value):
+            if not all(is_intact(part) for part in (boundary.value, boundary.shared) if part is not None):
                 raise DecodeError(
                     f"the boundary of task {self.task} lies in memory shared with other processes of this host, and "
                     "differs from its snapshot: native code wrote where it should not"
                 )
-            raw: dict[str, Any] = decode(value, writable=True, device=self.device)
+            raw = decode_boundary(boundary, writable=True, device=self.device)
             if self.stateful:
                 task.restore(raw["state"])
             return compact(raw["numbers"])
@@ -293,16 +291,16 @@ class Replica:
         """Reads the reports in a boundary, for `log.fold`; a large boundary in a thread."""
         if self.task != 0:
             return {}
-        return await self._in_thread_if_large(partial(reports_in, value), value.size_bytes)
+        return await self.in_thread_if_large(partial(reports_in, value), value.size_bytes)
 
     async def with_all_reports(self, value: Encoded) -> Encoded:
         """Returns the boundary with all reports added, for a replica without any; a large one is made in a thread."""
         log = self.log.packed() if self.task == 0 else []
         if not log:
             return value
-        return await self._in_thread_if_large(partial(add_reports, value, log), value.size_bytes + sum(map(len, log)))
+        return await self.in_thread_if_large(partial(add_reports, value, log), value.size_bytes + sum(map(len, log)))
 
-    async def _in_thread_if_large(self, function: Callable[[], R], size_bytes: int) -> R:
+    async def in_thread_if_large(self, function: Callable[[], R], size_bytes: int) -> R:
         """Runs a function of the framework whose time grows with `size_bytes`; in a thread if that is large."""
         return function() if size_bytes <= _SMALL_BYTES else await self.threads.run(function)
 
@@ -316,23 +314,38 @@ class Replica:
         add = partial(add_reports, value, rows)
         return add() if value.size_bytes <= _SMALL_BYTES else await self.actor.call("reports", add, alone=False)
 
-    async def on_commit(self, number: int, value: Encoded) -> None:
+    async def on_commit(self, number: int, boundary: Boundary) -> None:
         """Calls the task's `on_commit` for epoch `number`, with this boundary's state."""
         if "on_commit" not in self.shape.overrides:
             return
-        state = (await self.arrived(value, writable=True))["state"]
+        state = await self.state_in(boundary)
         try:
             await self.actor.call("on_commit", self.user_task.on_commit, number, state)
         except UserCodeError as error:
             error.epoch = number
             raise
 
-    async def arrived(self, value: Encoded, *, writable: bool = False) -> Any:
-        """Decodes a value for the task's code; a thread copies a large one, or one for a device."""
-        read = partial(decode, value, writable=writable, device=self.device)
-        if self.device is None and (not writable or value.size_bytes <= _SMALL_BYTES):
+    async def arrived(self, value: Encoded) -> Any:
+        """Decodes a value for the task's code; a thread does that with one for a device."""
+        read = partial(decode, value, device=self.device)
+        if self.device is None:
             return read()
         return await self.actor.call("arrival", read, alone=False)
+
+    async def state_in(self, boundary: Boundary) -> Any:
+        """Decodes the state in a boundary for the task's code, which may write to it."""
+        read = partial(decode_boundary, boundary, writable=True, device=self.device)
+        size = boundary.value.size_bytes + (boundary.shared.size_bytes if boundary.shared is not None else 0)
+        if self.device is None and size <= _SMALL_BYTES:
+            return read()["state"]
+        return (await self.actor.call("arrival", read, alone=False))["state"]
+
+    async def shared_in(self, boundary: Boundary) -> Encoded:
+        """Returns the shared state of a boundary, for another task that has the same."""
+        read = partial(shared_in, boundary, self.shape.shared, self.device)
+        if self.device is None:
+            return await self.in_thread_if_large(read, boundary.value.size_bytes)
+        return await self.actor.call("shared state", read, alone=False)
 
     async def notify(self, event: Event) -> None:
         """Passes an event to the user's object."""

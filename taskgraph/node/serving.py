@@ -24,7 +24,9 @@ from taskgraph.protocol.messages import (
     Accepted,
     Audit,
     Call,
+    DescribeShared,
     Encoded,
+    FetchShared,
     Flag,
     HandOver,
     LedgerPage,
@@ -232,6 +234,12 @@ class Serving:
                 return LedgerPage(attempt.term, attempt.ledger.entries())
             case Waits():
                 return await self._waits_of_primary(message)
+            case FetchShared():
+                primary = await self._primary_at(message.task, message.stamp)
+                return await primary.shared.give(message.stamp)
+            case DescribeShared():
+                primary = await self._primary_at(message.task, message.stamp)
+                return await primary.shared.describe(message.stamp, before=message.before)
         raise Refused(Reason.BAD_MESSAGE, f"a node does not serve {type(message).__name__}")
 
     def _require_leader(self) -> LeaderRole:
@@ -260,15 +268,22 @@ class Serving:
 
     async def _waits_of_primary(self, message: Waits) -> WaitsPage:
         """Returns what a primary waits for, also before it has begun its attempt."""
-        node, keeper = self._node, self._node.keeper
-        await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= message.stamp)
-        if keeper.view.stamp != message.stamp:
-            raise Refused(Reason.STALE, f"the job is at {keeper.view.stamp}, not {message.stamp}")
-        primary = self._roles.primaries.get(message.task)
-        if primary is None:
-            raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {message.task}")
+        primary = await self._primary_at(message.task, message.stamp)
         primary.reporter.report_again(message.stamp.epoch)
         return WaitsPage(primary.term, primary.waits(message.stamp))
+
+    async def _primary_at(self, task: int, stamp: Stamp) -> Primary:
+        """Waits until the view is at `stamp`; returns the primary here, also before it has begun its attempt."""
+        node, keeper = self._node, self._node.keeper
+        if task not in self._roles.primaries:
+            raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task}")
+        await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= stamp)
+        if keeper.view.stamp != stamp:
+            raise Refused(Reason.STALE, f"the job is at {keeper.view.stamp}, not {stamp}")
+        primary = self._roles.primaries.get(task)
+        if primary is None:
+            raise Refused(Reason.NOT_PRIMARY, f"{node.name} is no longer primary of task {task}")
+        return primary
 
     async def _offer(self, peer: str, offer: Offer | Offers) -> Accepted:
         """Stores offered boundaries; sets a new replica up first."""

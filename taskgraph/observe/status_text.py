@@ -18,6 +18,7 @@ from taskgraph.observe.incidents import FAILOVER
 from taskgraph.observe.screen import cut, one_line, printable, width, wrap
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
 from taskgraph.protocol.records import NodeRecord, State, name_of
+from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 from taskgraph.settings import Settings
 
@@ -355,8 +356,8 @@ def no_node_text(
         return f"{none}{_lost_workers_text(view, name, lost_after_s)}"
     members = {
         node
-        for task, primary in view.primaries.items()
-        if primary.record.stateful
+        for task in view.primaries
+        if holds_state(view, task)
         for node in view.in_sync(task)
         if node not in view.gone
     }

@@ -32,6 +32,7 @@ class Boundary:
 
     Attributes:
         log: the reports in `value`, if they are decoded.
+        shared: on the primary, the shared state that `value` leaves out because another task keeps it.
         key: (epoch, attempt, term).
     """
 
@@ -39,6 +40,7 @@ class Boundary:
     term: int
     value: Encoded
     log: Mapping[int, Mapping[int, Mapping[str, float]]] | None = field(compare=False, repr=False)
+    shared: Encoded | None = field(compare=False, repr=False)
     key: tuple[int, int, int] = field(compare=False, repr=False)
 
     def __init__(
@@ -47,8 +49,10 @@ class Boundary:
         term: int,
         value: Encoded,
         log: Mapping[int, Mapping[int, Mapping[str, float]]] | None = None,
+        shared: Encoded | None = None,
     ) -> None:
         self.stamp, self.term, self.value, self.log = stamp, term, value, log  # type: ignore[misc]
+        self.shared = shared  # type: ignore[misc]
         attempt, epoch = stamp
         self.key = (epoch, attempt, term)  # type: ignore[misc]  # computed once, used many times an epoch
 

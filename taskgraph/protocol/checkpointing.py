@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from taskgraph.protocol.messages import Stamp, WrittenFile
+from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 
 __all__ = ["CheckpointCollector", "due", "files_needed", "is_open", "sparse"]
@@ -64,7 +65,7 @@ def files_needed(view: JobView, tasks: int) -> frozenset[int] | None:
     """
     if any(task not in view.primaries for task in range(tasks)):
         return None
-    return frozenset(task for task in range(tasks) if task == 0 or view.primaries[task].record.stateful)
+    return frozenset(task for task in range(tasks) if task == 0 or holds_state(view, task))
 
 
 class CheckpointCollector:

@@ -17,7 +17,9 @@
 3. Two sums (see `sums`) compare all edges of an epoch at once. If all tasks are done and the sums differ, an edge does
    not agree. If a term changed since the epoch began, a takeover recomputed something differently: the epoch restarts.
    Otherwise the job or taskgraph has a bug: the job fails, and names the edge.
-4. If the sums differ while tasks are idle, one of them may be working again. The ledgers of all tasks tell.
+4. State that tasks share is equal: the digests in their done reports are. If they differ, the epoch does not commit.
+   It restarts if a term changed since it began, as in 3; otherwise the job fails.
+5. If the sums differ while tasks are idle, one of them may be working again. The ledgers of all tasks tell.
 
 The caller calls `begin` for each stamp read from etcd, passes reports and requests, calls `decide` when `ready` is True
 or a restart was requested, and carries the action out.
@@ -29,11 +31,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from taskgraph.protocol.messages import Report, Stamp
+from taskgraph.protocol.shared import unequal_tasks
 from taskgraph.protocol.sums import decode_sum, total
 from taskgraph.protocol.takeover import stranded
 from taskgraph.protocol.view import JobView
 
-__all__ = ["DIFFERENT_RESULTS_TEXT", "Action", "Commit", "Diverged", "KeepWaiting", "Leader", "Restart", "SealTasks"]
+__all__ = [
+    "DIFFERENT_RESULTS_TEXT",
+    "Action",
+    "Commit",
+    "Diverged",
+    "KeepWaiting",
+    "Leader",
+    "Restart",
+    "SealTasks",
+    "Unequal",
+]
 
 _CAUSE = "there is state that no snapshot holds, or a task is not deterministic: tg.testing.run tells which"
 """Likely causes of different results on a new primary."""
@@ -88,7 +101,14 @@ class Diverged:
     replaced: bool = False
 
 
-Action = KeepWaiting | SealTasks | Commit | Restart | Diverged
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """All tasks are done and all edges agree, but the shared state of these two tasks differs: the job fails."""
+
+    tasks: tuple[int, int]
+
+
+Action = KeepWaiting | SealTasks | Commit | Restart | Diverged | Unequal
 
 
 def _is_newer(report: Report, known: Report) -> bool:
@@ -105,15 +125,17 @@ class _EpochReports:
         done: number of tasks that are done.
         finishing: number of tasks that want the job to end with this epoch.
         kept: the numbers of this epoch in a boundary of task 0, if there is one.
+        shared: a report has a digest of shared state.
     """
 
-    __slots__ = ("done", "finishing", "kept", "reports", "rows")
+    __slots__ = ("done", "finishing", "kept", "reports", "rows", "shared")
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
         self.rows: dict[int, Mapping[str, float]] = {}
         self.done = self.finishing = 0
         self.kept: Mapping[int, Mapping[str, float]] | None = None
+        self.shared = False
 
 
 _NOTHING = _EpochReports()
@@ -200,6 +222,8 @@ class Leader:
                 found.rows[task] = report.numbers
             if report.finish:
                 found.finishing += 1
+            if report.shared:
+                found.shared = True
             if not report.ahead:
                 self._awaited_epochs.add(epoch)
             if len(found.reports) == tasks:
@@ -304,10 +328,12 @@ class Leader:
         if self._restart is not None:
             return Restart(self._restart[1])
         terms = self._terms(view)
-        if self._can_commit(self.stamp.epoch, terms):
+        if self._agrees(self.stamp.epoch, terms):
+            if (unequal := self._unequal_tasks(self.stamp.epoch, view)) is not None:
+                return Restart(DIFFERENT_RESULTS_TEXT) if self._was_primary_replaced(view) else Unequal(unequal)
             if (task := stranded(view)) is not None:
                 return KeepWaiting((task,), "its primary is gone, and no backup could take over after the commit")
-            return self._commit(terms)
+            return self._commit(view, terms)
         if missing := self.unreported(view):
             return KeepWaiting(missing, "not finished with the epoch")
         reports = list(self.reports().values())
@@ -330,7 +356,7 @@ class Leader:
             terms[task] = primary.record.term
         return terms
 
-    def _can_commit(self, epoch: int, terms: dict[int, int]) -> bool:
+    def _agrees(self, epoch: int, terms: dict[int, int]) -> bool:
         """True if all tasks are done with the epoch, in their current terms, and all edges agree."""
         found = self._reports.get(epoch)
         if found is None or found.done != self._tasks:
@@ -342,11 +368,19 @@ class Leader:
             difference += decode_sum(report.sent) - decode_sum(report.received)
         return total([difference]) == 0
 
-    def _commit(self, terms: dict[int, int]) -> Commit:
+    def _unequal_tasks(self, epoch: int, view: JobView) -> tuple[int, int] | None:
+        """Returns two tasks that are done with the epoch, and whose shared state differs after it."""
+        found = self._reports[epoch]
+        return unequal_tasks(view, found.reports) if found.shared else None
+
+    def _can_commit(self, epoch: int, view: JobView, terms: dict[int, int]) -> bool:
+        return self._agrees(epoch, terms) and self._unequal_tasks(epoch, view) is None
+
+    def _commit(self, view: JobView, terms: dict[int, int]) -> Commit:
         """Commits the epoch at work and the complete epochs after it, up to the last one of the job."""
         assert self.stamp is not None
         last = self.stamp.epoch
-        while not (finished := self._is_last(last)) and self._can_commit(last + 1, terms):
+        while not (finished := self._is_last(last)) and self._can_commit(last + 1, view, terms):
             last += 1
         awaited = False in [report.ahead for report in self._reports[last].reports.values()]
         return Commit(finished, last - self.stamp.epoch + 1, awaited)

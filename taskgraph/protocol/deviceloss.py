@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from taskgraph.errors import class_name
 from taskgraph.protocol.records import name_of
+from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 
 __all__ = ["Outcome", "device_error", "hint", "outcome"]
@@ -108,8 +109,7 @@ def outcome(
         able = {n for n, r in others.items() if r.devices or not needs_device(held)}
         if not able:
             return Outcome(fail=f"no other node may hold task {held}, so that ending this one would not help")
-        primary = view.primaries.get(held)
-        stateful = primary is not None and primary.record.stateful and epoch > 0 and view.checkpoint is None
+        stateful = holds_state(view, held) and epoch > 0 and view.checkpoint is None
         if stateful and not any(n in view.nodes and n not in view.gone for n in view.in_sync(held) if n != me):
             if not backups:
                 return Outcome(fail=f"no other node holds the state of task {held}: with backups the job would go on")

@@ -12,6 +12,8 @@
     Seal                          leader -> primary              Accepted, or a Refusal with MOVED_ON
     Audit                         leader -> primary              LedgerPage
     Waits                         leader -> primary              WaitsPage
+    DescribeShared                leader -> primary              SharedDigests
+    FetchShared                   primary -> keeper's primary    SharedState
     HandOver                      primary -> backup              Accepted
 
 Rules:
@@ -42,7 +44,9 @@ __all__ = [
     "Accepted",
     "Answer",
     "Audit",
+    "DescribeShared",
     "Encoded",
+    "FetchShared",
     "Flag",
     "HandOver",
     "Item",
@@ -61,6 +65,8 @@ __all__ = [
     "Request",
     "RequestRestart",
     "Seal",
+    "SharedDigests",
+    "SharedState",
     "Stamp",
     "Wait",
     "Waits",
@@ -315,6 +321,8 @@ class Report(_Message, frozen=True, tag=True):
         numbers: the numbers of `epoch.report` in this epoch; None while the task is not done.
         previous: the numbers of the epoch before, for a new leader.
         ahead: the task continues without the commit of this epoch.
+        shared: the digest of the shared state in the boundary that the epoch made; in epoch 0 after that of boundary 0.
+            Empty while the task is not done, and without shared state.
     """
 
     stamp: Stamp
@@ -328,6 +336,7 @@ class Report(_Message, frozen=True, tag=True):
     numbers: Mapping[str, float] | None = None
     previous: Mapping[str, float] | None = None
     ahead: bool = False
+    shared: bytes = b""
 
     def __post_init__(self) -> None:
         if self.numbers:
@@ -459,6 +468,42 @@ class WaitsPage(_Message, frozen=True, tag=True):
 
     term: int
     waits: tuple[Wait, ...]
+
+
+class FetchShared(_Message, frozen=True, tag=True):
+    """New primary to the primary of its group's keeper: asks for the shared state of the committed boundary.
+
+    `stamp` is the attempt and epoch at work in the caller's view. The call waits until the keeper has that boundary.
+    """
+
+    stamp: Stamp
+    task: int  # the keeper
+
+
+class SharedState(_Message, frozen=True, tag=True):
+    """Reply to `FetchShared`: {name: value} of the boundary `stamp.epoch`."""
+
+    stamp: Stamp
+    term: int
+    value: Encoded
+
+
+class DescribeShared(_Message, frozen=True, tag=True):
+    """Leader to primary, after unequal digests: asks for a digest of each shared attribute.
+
+    `stamp` is that of the epoch; with `before` the attributes are those before it, otherwise those after it.
+    """
+
+    stamp: Stamp
+    task: int
+    before: bool
+
+
+class SharedDigests(_Message, frozen=True, tag=True):
+    """Reply to `DescribeShared`: (name, digest) of each attribute, sorted."""
+
+    term: int
+    digests: tuple[tuple[str, bytes], ...]
 
 
 class WorkerReport(_Message, frozen=True, tag=True):
@@ -618,6 +663,8 @@ Call = (
     | WrittenFiles
     | Audit
     | Waits
+    | FetchShared
+    | DescribeShared
     | WorkerReport
     | PartSums
     | SliceSum
@@ -631,6 +678,17 @@ Call = (
     | DescribeValue
 )
 Reply = (
-    Item | Answer | Accepted | LedgerPage | WaitsPage | StateCopy | TotalsPage | StateDigests | ValueDigest | Refusal
+    Item
+    | Answer
+    | Accepted
+    | LedgerPage
+    | WaitsPage
+    | SharedState
+    | SharedDigests
+    | StateCopy
+    | TotalsPage
+    | StateDigests
+    | ValueDigest
+    | Refusal
 )
 Message = Call | Reply

@@ -243,13 +243,17 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 class PrimaryRecord(Record, frozen=True, kw_only=True):
     """The value of `tasks/{t}/primary`, without a lease, so that terms only grow.
 
-    `failovers` counts takeovers by backups whose primary failed.
+    Attributes:
+        stateful: the task has state apart from `shared`.
+        failovers: counts takeovers by backups whose primary failed.
+        shared: the names of its shared state, sorted (`protocol.shared`).
     """
 
     node: str
     term: int
     stateful: bool
     failovers: int = 0
+    shared: tuple[str, ...] = ()
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
 
+from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 
 __all__ = ["Move", "Succession", "remaining_nodes", "sole_copies", "stranded", "succession"]
@@ -92,7 +93,7 @@ def stranded(view: JobView) -> int | None:
     must not commit before the takeover, or the state is lost.
     """
     for task, primary in view.primaries.items() if view.gone else ():
-        if primary.record.node in view.gone and primary.record.stateful:
+        if primary.record.node in view.gone and holds_state(view, task):
             successors = [node for node in view.in_sync(task) if node not in view.gone]
             if successors and all(view.members_of(task)[node].record.until is not None for node in successors):
                 return task

@@ -31,6 +31,7 @@ from taskgraph.protocol.records import (
     State,
     StatusRecord,
 )
+from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView, Versioned
 
 __all__ = [
@@ -157,6 +158,7 @@ def take_over(
         term=old.record.term + 1,
         stateful=stateful,
         failovers=old.record.failovers + (1 if failure else 0),
+        shared=old.record.shared,
         writer=writer,
     )
     return Txn(
@@ -171,24 +173,43 @@ def take_over(
 
 
 def take_over_from_nothing(
-    view: JobView, task: int, node: str, node_revision: int, *, stateful: bool, writer: str
+    view: JobView,
+    task: int,
+    node: str,
+    node_revision: int,
+    *,
+    stateful: bool,
+    writer: str,
+    shared: tuple[str, ...] = (),
 ) -> Txn:
     """Makes a node the first primary of a new job, or of a task whose members are all gone.
 
     It compares all keys of the decision, so that no member can come back meanwhile.
+
+    Args:
+        stateful, shared: what the task's class declares, for its record (`PrimaryRecord`).
 
     Raises:
         LookupError: the state of the task is lost (epoch > 0) and not in the checkpoint: use `roll_back` or
         `fail_lost`.
     """
     epoch = _current_epoch(view).record.epoch
-    if stateful and epoch > 0 and not view.is_checkpointed:
+    needed = stateful or (bool(shared) and holds_state(view, task))
+    if needed and epoch > 0 and not view.is_checkpointed:
         raise LookupError(f"task {task} has no members left, and its state of epoch {epoch} with them")
-    return _take_over_without_members(view, task, node, node_revision, stateful=stateful, writer=writer, also=())
+    return _take_over_without_members(view, task, node, node_revision, (stateful, shared), writer=writer, also=())
 
 
 def roll_back(
-    view: JobView, task: int, node: str, node_revision: int, *, to: CheckpointRecord, stateful: bool, writer: str
+    view: JobView,
+    task: int,
+    node: str,
+    node_revision: int,
+    *,
+    to: CheckpointRecord,
+    stateful: bool,
+    writer: str,
+    shared: tuple[str, ...] = (),
 ) -> Txn:
     """Rolls the job back to a checkpoint, with the next attempt, since a stateful task lost all its members.
 
@@ -208,14 +229,21 @@ def roll_back(
     also: tuple[Op, ...] = (Put(view.keys.epoch, epoch.to_bytes()), Put(view.keys.checkpoint, to.to_bytes()))
     if not view.running:
         also = (*also, Put(view.keys.status, StatusRecord(state=State.RUNNING, writer=writer).to_bytes()))
-    txn = _take_over_without_members(view, task, node, node_revision, stateful=stateful, writer=writer, also=also)
+    txn = _take_over_without_members(view, task, node, node_revision, (stateful, shared), writer=writer, also=also)
     return replace(txn, compares=(*txn.compares, Compare(view.keys.collected, 0)))
 
 
 def _take_over_without_members(
-    view: JobView, task: int, node: str, node_revision: int, *, stateful: bool, writer: str, also: tuple[Op, ...]
+    view: JobView,
+    task: int,
+    node: str,
+    node_revision: int,
+    declared: tuple[bool, tuple[str, ...]],
+    *,
+    writer: str,
+    also: tuple[Op, ...],
 ) -> Txn:
-    keys = view.keys
+    keys, (stateful, shared) = view.keys, declared
     if view.epoch is None or view.status is None:
         raise LookupError("the job was not submitted")
     old = view.primaries.get(task)
@@ -225,6 +253,7 @@ def _take_over_without_members(
         term=(old.record.term if old else 0) + 1,
         stateful=stateful,
         failovers=old.record.failovers if old else 0,  # no backup took over
+        shared=shared,
         writer=writer,
     )
     return Txn(

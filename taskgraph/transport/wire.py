@@ -30,6 +30,8 @@ REPLY_OF: Final[dict[type, type]] = dict.fromkeys(CALLS, messages.Accepted) | {
     messages.Request: messages.Answer,
     messages.Audit: messages.LedgerPage,
     messages.Waits: messages.WaitsPage,
+    messages.FetchShared: messages.SharedState,
+    messages.DescribeShared: messages.SharedDigests,
     messages.CopyState: messages.StateCopy,
     messages.FollowTotals: messages.TotalsPage,
     messages.DescribeState: messages.StateDigests,

@@ -240,7 +240,7 @@ def test_rooms_of_a_node_import_one_way() -> None:
         "usercode": set(),
     }
     found = {(room, to) for room, to in imports(PACKAGE / "node") if room in may}
-    beside = {"backoff", "core", "replica", "reports", "router"}
+    beside = {"backoff", "core", "replica", "reports", "router", "snapshots"}
     assert len(found) > 5
     assert not {(room, to) for room, to in found if to not in may[room] | beside}
 

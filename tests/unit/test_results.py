@@ -33,12 +33,20 @@ def test_only_value() -> None:
     assert tg.JobResult(name="x", values={7: "found"}).value == "found"
 
 
+def test_equal_values_are_one_value() -> None:
+    values: dict[int, Any] = {task: {"theta": np.arange(3.0), "best": math.nan} for task in range(3)}
+    assert tg.JobResult(name="x", values=values).value["theta"].tolist() == [0.0, 1.0, 2.0]
+    values[2]["theta"][1] += 1e-15
+    with pytest.raises(tg.JobError, match="tasks 0, 1, 2 returned different ones"):
+        _ = tg.JobResult(name="x", values=values).value
+
+
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
         ({}, r"no task returned one from result\(\): use \.values"),
-        ({0: 1, 5: 2}, "tasks 0, 5 returned one each: use"),
-        (dict.fromkeys(range(31), 0), "tasks 0, 1, 2, 3, 4 and 26 more returned one each"),
+        ({0: 1, 5: 2}, "tasks 0, 5 returned different ones: use"),
+        ({task: task for task in range(31)}, "tasks 0, 1, 2, 3, 4 and 26 more returned different ones"),
     ],
 )
 def test_only_value_of_none_or_several(values: dict[int, Any], complaint: str) -> None:

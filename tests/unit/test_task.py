@@ -84,7 +84,7 @@ def test_mistyped_class_keyword_is_named(keywords: dict[str, Any]) -> None:
         with pytest.raises(tg.JobError) as refused:
             type("Fit", bases, {}, **keywords)
         names = ", ".join(map(repr, keywords))
-        assert str(refused.value) == f"class Fit: tg.Task takes state=[...], not {names}"
+        assert str(refused.value) == f"class Fit: tg.Task takes state=[...] and shared=[...], not {names}"
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -17,7 +17,8 @@ import numpy as np
 
 from taskgraph.errors import class_name
 from taskgraph.graph.values import encode
-from taskgraph.node.replica import Replica, encode_fields
+from taskgraph.node.replica import Replica
+from taskgraph.node.snapshots import encode_fields
 from taskgraph.protocol.deviceloss import device_error
 from taskgraph.shape import FRAMEWORK_ATTRIBUTES
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from taskgraph.node.epochs.attempt import Attempt
+from taskgraph.node.snapshots import Snapshot
 from taskgraph.node.usercode.errors import StuckError
-from taskgraph.protocol.messages import Encoded, Stamp
+from taskgraph.protocol.messages import Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.reports import Rows
@@ -28,7 +29,7 @@ class FinishedEpoch:
 
     Attributes:
         following: the stamp of the next epoch, and of the boundary before it.
-        value: the snapshot; it may be on a device.
+        snapshot: it may be on a device.
         numbers: the numbers that the task reported in this epoch, as in the snapshot.
         finishing: the task asked for the end of the job.
         previous: the numbers that the task reported in the previous epoch.
@@ -38,7 +39,7 @@ class FinishedEpoch:
 
     attempt: Attempt
     following: Stamp
-    value: Encoded
+    snapshot: Snapshot
     numbers: Mapping[str, float]
     finishing: bool
     previous: Mapping[str, float]

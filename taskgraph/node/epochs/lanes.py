@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.epoch import AttemptEnded
@@ -24,10 +25,11 @@ from taskgraph.node.epochs.finishing import FinishedEpoch, FinishQueue
 from taskgraph.node.epochs.sharing import EPOCH_BYTES, Share
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.reports import plain
+from taskgraph.node.snapshots import Snapshot, shared_digest
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_user_error, cuda_error
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of
+from taskgraph.protocol.messages import Report, Stamp, stamp_of
 from taskgraph.protocol.numbers import compact
 from taskgraph.protocol.sums import encode_sum
 from taskgraph.shape import is_stateless
@@ -120,7 +122,7 @@ class Lanes:
         )
         self._graph: Graph | None = None  # of the last epoch
         self._state_stays = False  # an epoch of that graph leaves the state as it is
-        self._last_snapshot: Encoded | None = None  # if it may be used again: it carries no reports
+        self._last_snapshot: Snapshot | None = None  # if it may be used again: it carries no reports
         self._state_bytes = 0  # of the last snapshot
         self.settled = at.epoch
         """The committed boundary, after everything that follows from its commit."""
@@ -264,7 +266,7 @@ class Lanes:
             return False
         if self._checkpoints:
             boundary = Stamp(self._at.attempt, epoch)
-            if self._primary.writer.is_due(boundary, stateful=self._replica.stateful):
+            if self._primary.writer.is_due(boundary, stateful=self._replica.holds_state):
                 return False  # a checkpoint is written from the committed boundary
         wish = self._placement.by_task.get(self._task)
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
@@ -335,21 +337,21 @@ class Lanes:
                 self._may_stay and self._leaves_state_unchanged(attempt.graph),
             )
         if self._state_stays and self._last_snapshot is not None and not rows and not numbers:
-            value = self._last_snapshot  # members have it already: nothing is encoded
+            snapshot = self._last_snapshot  # members have it already: nothing is encoded
         else:
             log = {stamp.epoch - 1: plain(rows)} if rows else {}
-            value = await replica.snapshot(dict(numbers.items()), log, stays=True)
-            self._state_bytes = value.size_bytes
-            self._leaves_device = type(value) is EncodedOnDevice
+            snapshot = await replica.snapshot(dict(numbers.items()), log, stays=True)
+            self._state_bytes = snapshot.size_bytes
+            self._leaves_device = snapshot.on_device
             attempt.snapshot_bytes = self._state_bytes
             if self._may_stay:
-                self._last_snapshot = value if type(value) is Encoded and not numbers and not rows else None
+                self._last_snapshot = None if self._leaves_device or numbers or rows else snapshot
         self._epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + self._state_bytes
         if self._epoch_bytes > self._share.period_bytes:
             self._share.note_epoch(self._epoch_bytes)
         primary.stage = ""
-        later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.incomplete.pending))
-        finished = FinishedEpoch(attempt, following, value, numbers, finishing, previous, rows)
+        later = replica.device is not None and (snapshot.on_device or bool(self.incomplete.pending))
+        finished = FinishedEpoch(attempt, following, snapshot, numbers, finishing, previous, rows)
         if rows is not None and not later:
             return await self._offer(finished)
         self.incomplete.add(finished)
@@ -389,24 +391,25 @@ class Lanes:
 
     async def _complete(self, finished: FinishedEpoch) -> None:
         """Completes a boundary: copies it from the device, and adds missing reports."""
-        attempt, replica, rows, value = finished.attempt, self._replica, finished.rows, finished.value
+        attempt, replica, rows, snapshot = finished.attempt, self._replica, finished.rows, finished.snapshot
         try:
-            if type(value) is EncodedOnDevice:
+            if snapshot.on_device:
                 self.lacking = f"its snapshot of epoch {attempt.number}, being copied from the device"
-                value = await replica.copy_to_host(value)
+                snapshot = await replica.copy_to_host(snapshot)
             if rows is None:
                 self.lacking = f"what the tasks report in epoch {attempt.number - 1}"
                 leader = self._node.leader
                 rows = await leader.rows_before(attempt.stamp, finished.previous) if leader is not None else {}
                 if rows:
-                    value = await replica.with_reports(value, {attempt.number - 1: plain(rows)})
-                    attempt.snapshot_bytes = value.size_bytes
-                    epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + value.size_bytes
+                    value = await replica.with_reports(snapshot.value, {attempt.number - 1: plain(rows)})
+                    snapshot = replace(snapshot, value=value)
+                    attempt.snapshot_bytes = snapshot.size_bytes
+                    epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + snapshot.size_bytes
                     if epoch_bytes > self._share.period_bytes:
                         self._share.note_epoch(epoch_bytes)
         finally:
             self.lacking = ""
-        finished.value, finished.rows = value, rows
+        finished.snapshot, finished.rows = snapshot, rows
         await self._offer(finished)
 
     async def _offer(self, finished: FinishedEpoch) -> bool:
@@ -417,9 +420,10 @@ class Lanes:
         Returns:
             Whether the task goes on before the epoch is committed.
         """
-        primary, node, attempt, value = self._primary, self._node, finished.attempt, finished.value
+        primary, node, attempt, snapshot = self._primary, self._node, finished.attempt, finished.snapshot
         epoch, following, backups = attempt.number, finished.following, primary.backups
-        boundary = Boundary(following, self._term, value, {epoch - 1: finished.rows} if finished.rows else {})
+        log = {epoch - 1: finished.rows} if finished.rows else {}
+        boundary = Boundary(following, self._term, snapshot.value, log, snapshot.shared)
         self._replica.boundaries.hold(boundary, committed=False)
         if self._turns.at == epoch:
             if self._has_several:
@@ -458,7 +462,7 @@ class Lanes:
         primary, node, attempt = self._primary, self._node, finished.attempt
         stamp, epoch, ledger = attempt.stamp, attempt.number, attempt.ledger
         if since := finished.since:
-            held, size = clock(), finished.value.size_bytes
+            held, size = clock(), finished.snapshot.value.size_bytes
             self._tracing.keep("held by backups", "", "", since, held, self._task, stamp, self._term, size)
         if node.paused:
             await node.wait_while_paused()
@@ -480,6 +484,7 @@ class Lanes:
             finished.numbers,
             finished.previous,
             ahead,
+            self._digests(finished) if finished.snapshot.digest else b"",
         )
         primary.reporter.set(report)
         if reported.waiting:
@@ -488,6 +493,11 @@ class Lanes:
             reported.at = finished.following.epoch
         self._reported_at = self._tracing.on and clock()
         return ahead
+
+    def _digests(self, finished: FinishedEpoch) -> bytes:
+        """Returns the digest of the shared state after an epoch; in epoch 0 after that of boundary 0."""
+        before = self._replica.boundaries.committed if finished.attempt.number == 0 else None
+        return (shared_digest(before) if before is not None else b"") + finished.snapshot.digest
 
     def _next_acknowledged(self, finished: FinishedEpoch) -> bool:
         """True if the next epoch will be reported right after this one, so that the commit need not be hurried."""
@@ -507,7 +517,7 @@ class Lanes:
         committed = replica.boundaries.committed
         if committed is None or committed.stamp.epoch != stamp.epoch:
             return  # a roll-back has just undone it
-        if primary.writer.is_due(committed.stamp, stateful=replica.stateful):
+        if primary.writer.is_due(committed.stamp, stateful=replica.holds_state):
             primary.stage = "reports of the epoch before"
             if self._task == 0 and self._node.leader is not None:
                 await self._node.leader.rows_before(stamp, previous)

@@ -25,6 +25,7 @@ from taskgraph.node.epochs.differing import Digests, attributes_of, changed_name
 from taskgraph.node.epochs.recording import RecordedReply, Recording, RequestKind, Step
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded
 from taskgraph.tables.client import open_table
 from taskgraph.tables.interface import EpochTable
@@ -57,7 +58,7 @@ class _StepNeverEnds(Exception):
 
 
 async def replay_from_snapshot(
-    fresh: Replica, recording: Recording, boundary: Encoded, after: Digests, *, first_try: bool = False
+    fresh: Replica, recording: Recording, boundary: Boundary, after: Digests, *, first_try: bool = False
 ) -> ReplayResult:
     """Restores a fresh object from the boundary and runs the epoch on it.
 

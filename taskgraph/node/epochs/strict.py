@@ -43,8 +43,10 @@ from taskgraph.node.epochs.differing import (
 from taskgraph.node.epochs.recording import Recording, SharedItem
 from taskgraph.node.epochs.replaying import ReplayResult, differing_reports, replay, replay_from_snapshot
 from taskgraph.node.epochs.stateless import check_stateless
-from taskgraph.node.replica import Replica, encode_fields, named_fields
+from taskgraph.node.replica import Replica
+from taskgraph.node.snapshots import encode_fields, named_fields
 from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, Stamp
 from taskgraph.task import Task
 
@@ -98,7 +100,7 @@ class StrictMode:
         after, cut_off = await state_of(replica), None
         if recording.stamp.epoch == 0 and recording.before:
             cut_off = await self._check_as_set_up(recording, after)
-        await self._check_replay(recording, boundary.value, after)
+        await self._check_replay(recording, boundary, after)
         if cut_off is not None:  # two restored objects agree
             raise cut_off
 
@@ -112,7 +114,7 @@ class StrictMode:
                 recording.stamp.epoch,
             )
 
-    async def _check_replay(self, recording: Recording, boundary: Encoded, after: Digests) -> None:
+    async def _check_replay(self, recording: Recording, boundary: Boundary, after: Digests) -> None:
         first_try = recording.stamp.epoch < _RESTARTED_EPOCHS
         async with self._fresh() as fresh:
             if fresh.shape.in_flight:
@@ -134,7 +136,7 @@ class StrictMode:
         )
 
     async def _check_result_of_replay(
-        self, recording: Recording, boundary: Encoded, after: Digests, fresh: Replica, replayed: ReplayResult
+        self, recording: Recording, boundary: Boundary, after: Digests, fresh: Replica, replayed: ReplayResult
     ) -> None:
         """Raises StateError, with the likely reason, if the replay on `fresh` differs from the epoch."""
         replica, differing = self._replica, replayed.differing
@@ -162,7 +164,7 @@ class StrictMode:
             recording, f"replayed from its snapshot, the epoch came out differently ({_names(differing)}): {why}"
         )
 
-    async def _find_lost_by_restore(self, boundary: Encoded) -> str:
+    async def _find_lost_by_restore(self, boundary: Boundary) -> str:
         """Returns text about state that `snapshot()` returns and `restore()` does not set; "" if there is none."""
         if "restore" not in self._replica.shape.overrides:
             return ""
@@ -176,7 +178,7 @@ class StrictMode:
             f"super().restore(state) sets its attributes"
         )
 
-    async def _find_changed_between_epochs(self, recording: Recording, boundary: Encoded) -> str:
+    async def _find_changed_between_epochs(self, recording: Recording, boundary: Boundary) -> str:
         """Returns text about state that changed between its snapshot and the epoch's beginning; "" if none did."""
         if not (moved := changed_names(recording.before, await self._state_in(boundary))):
             return ""
@@ -187,12 +189,12 @@ class StrictMode:
             f"outbound channels"
         )
 
-    async def _state_in(self, boundary: Encoded) -> Digests:
+    async def _state_in(self, boundary: Boundary) -> Digests:
         """Returns digests of the state in a boundary, by the names that `state_of` uses."""
         replica = self._replica
         if not replica.stateful:
             return {}
-        state = (await replica.arrived(boundary, writable=True))["state"]
+        state = await replica.state_in(boundary)
         encoded = await read_values(replica, partial(encode_fields, state, replica.task))
         return {name: value.digest for name, value in encoded.items()}
 
@@ -235,7 +237,7 @@ class StrictMode:
 
     # -- the result -------------------------------------------------------------------------------
 
-    async def check_result(self, boundary: Encoded, value: Encoded | None) -> None:
+    async def check_result(self, boundary: Boundary, value: Encoded | None) -> None:
         """Compares `result()` of a fresh object, restored from the last boundary, with `value`.
 
         Raises:

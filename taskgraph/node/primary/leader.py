@@ -15,9 +15,19 @@ from taskgraph.errors import GraphError, TransportError, first_lines
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
 from taskgraph.node.primary.checkpointer import Checkpointer
+from taskgraph.node.primary.unequal import explain_unequal
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
-from taskgraph.protocol.commit import DIFFERENT_RESULTS_TEXT, Commit, Diverged, KeepWaiting, Leader, Restart, SealTasks
+from taskgraph.protocol.commit import (
+    DIFFERENT_RESULTS_TEXT,
+    Commit,
+    Diverged,
+    KeepWaiting,
+    Leader,
+    Restart,
+    SealTasks,
+    Unequal,
+)
 from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
@@ -256,6 +266,8 @@ class LeaderRole:
                 await self._seal(versions)
             case Restart(why):
                 await self._restart(why)
+            case Unequal(tasks):
+                await self._fail_unequal(tasks)
             case Diverged() as diverged:
                 if self._may_ask_ledgers(diverged):
                     await self._explain(diverged)
@@ -430,6 +442,14 @@ class LeaderRole:
         await node.keeper.wait_for_revision(revision)
 
     # -- when something is wrong ------------------------------------------------------------------
+
+    async def _fail_unequal(self, tasks: tuple[int, int]) -> None:
+        """Fails the job, since the shared state of two tasks differs."""
+        stamp, fence, reports = self._leader.stamp, self._fences(), self._leader.reports()
+        assert stamp is not None
+        wrong = await explain_unequal(self._node, stamp, reports[tasks[0]], reports[tasks[1]])
+        if wrong is not None:  # else a task did not answer: it is decided again
+            await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
     async def _explain(self, diverged: Diverged) -> None:
         """Examines unequal sums by the ledgers: names waits; or fails the job, or after a takeover restarts the epoch.

@@ -27,6 +27,8 @@ from taskgraph.node.epochs.unsaved import UnsavedStateCheck
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoint_writer import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
+from taskgraph.node.primary.shared_state import SharedPart
+from taskgraph.node.snapshots import empty_snapshot
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cuda_error
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
@@ -74,6 +76,7 @@ class Primary:
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
         self.strict = StrictMode(replica, node.log)
+        self.shared = SharedPart(node, replica, taken.term)
         self.unsaved = UnsavedStateCheck(node, replica, taken.term)
         self.attempts = Attempts(node.keeper, replica.task, taken.term)
         settings = node.settings
@@ -164,38 +167,49 @@ class Primary:
         if replica.actor.abandoned:
             raise StuckError(f"code of task {self.task} of an earlier term has not returned")
         await self._stop_if_replaced()
+        await self.shared.find_keeper()
         replica.user_task.primary = True
-        view = self.node.keeper.view
-        assert view.epoch is not None
-        # Without this task no epoch can have committed since the takeover, but the job may have been rolled back.
-        at = view.epoch.record
-        self._lineage = at.lineage
-        replica.follow(at)
-        boundary = replica.boundaries.committed
-        if boundary is None or boundary.stamp.epoch != at.epoch:
-            boundary = await self._recover_boundary(at)
+        at, boundary = await self._first_boundary()
         self.began_thinned = self.term > 1 and replica.log.is_thinned
         self.stage = "restore"
-        await replica.restore(boundary.value)
+        await replica.restore(boundary)
         self.backups.set_committed(boundary)
         if at.epoch > 0:
             self.stage = "on_commit"
-            await replica.on_commit(at.epoch - 1, boundary.value)
+            await replica.on_commit(at.epoch - 1, boundary)
             self._check_term()
         self.stage = "on_event"
         await replica.notify(BecamePrimary(term=self.term))
         self._check_term()
         self.stage = ""
 
+    async def _first_boundary(self) -> tuple[EpochRecord, Boundary]:
+        """Returns the committed boundary, complete, and the epoch as read with it."""
+        replica = self.replica
+        while True:
+            view = self.node.keeper.view
+            assert view.epoch is not None
+            # Without this task no epoch can have committed since the takeover, but the job may have been rolled back.
+            at = view.epoch.record
+            self._lineage = at.lineage
+            replica.follow(at)
+            boundary = replica.boundaries.committed
+            if boundary is None or boundary.stamp.epoch != at.epoch:
+                boundary = await self._recover_boundary(at)
+            whole = await self.shared.complete(boundary, at.lineage)
+            if whole is not None:
+                return at, whole
+            await self._stop_if_replaced()
+
     async def _recover_boundary(self, at: EpochRecord) -> Boundary:
         """Reads the committed boundary from the checkpoint, or makes it, since no replica has it."""
         replica, boundary = self.replica, None
-        if at.epoch > 0 and (replica.stateful or self.task == 0):
+        if at.epoch > 0 and (replica.holds_state or self.task == 0):
             self.stage = f"its file of the checkpoint of epoch {at.epoch}"
             try:
                 boundary = await self.node.checkpoints.boundary_of(self.task, self.term)
             except CheckpointError as error:
-                if replica.stateful:
+                if replica.holds_state:
                     raise
                 # Without state, task 0's file has only the numbers of earlier epochs: no reason to fail the job.
                 why = f"{error}; what was reported before epoch {at.epoch} may be missing in the result"
@@ -203,7 +217,7 @@ class Primary:
             finally:
                 self.stage = ""
         if boundary is None:
-            if at.epoch > 0 and replica.stateful:
+            if at.epoch > 0 and replica.holds_state:
                 if not self.node.keeper.view.is_checkpointed:
                     raise AssertionError(f"task {self.task}: a member without boundary {at.epoch} took over")
                 raise CheckpointError(
@@ -211,10 +225,15 @@ class Primary:
                     f"{self.task}: the task had none when that was written, and has some now. Go back to a driver "
                     f"whose task {self.task} has none, or start from the beginning (--fresh, fresh=True)"
                 )
-            boundary = Boundary(Stamp(at.attempt, at.epoch), self.term, await replica.snapshot({}, {}))
+            if at.epoch > 0 and replica.stateful:  # its state is all shared, and `setup` made that of boundary 0
+                made = empty_snapshot(self.task)
+            else:
+                made = await replica.snapshot({}, {})
+            boundary = Boundary(Stamp(at.attempt, at.epoch), self.term, made.value, shared=made.shared)
         log = await replica.read_reports(boundary.value)
         if replica.boundaries.hold(boundary, committed=True):  # else it was undone meanwhile
             replica.log.fold(log)
+        self.node.keeper.notify_later()  # other tasks may wait for the shared state in it
         return boundary
 
     def _was_rolled_back(self) -> bool:
@@ -230,9 +249,11 @@ class Primary:
         at, fence = view.epoch.record, view.epoch.mod_revision
         replica.follow(at)
         try:
-            boundary = await self._recover_boundary(at)
+            boundary = await self.shared.complete(await self._recover_boundary(at), at.lineage)
+            if boundary is None:
+                return  # rolled back once more
             self.stage = "restore"
-            await replica.restore(boundary.value)
+            await replica.restore(boundary)
         except (UserCodeError, TaskGraphError) as error:
             await self._fail(error, fence)  # unless that is moot by now: then it is tried again
             return
@@ -360,10 +381,10 @@ class Primary:
             boundaries.drop_pending()
             self.backups.drop_pending()
             self.stage = "restore"
-            await replica.restore(committed.value)
+            await replica.restore(committed)
         if now.epoch > stamp.epoch and "on_commit" in replica.shape.overrides:
             self.stage = "on_commit"
-            await replica.on_commit(now.epoch - 1, committed.value)
+            await replica.on_commit(now.epoch - 1, committed)
             self._check_term()
         self.stage = ""
         return now.epoch
@@ -401,10 +422,10 @@ class Primary:
                 if (
                     self.attempts.latest is not None and self.attempts.latest >= stamp
                 ):  # it was ahead of the last commit
-                    await self.replica.restore(committed.value)
+                    await self.replica.restore(committed)
                 value = await self.replica.result()
                 if self.node.settings.strict:
-                    await self.strict.check_result(committed.value, value)
+                    await self.strict.check_result(committed, value)
             except (UserCodeError, TaskGraphError) as error:
                 await self.node.fail_job(error, self.task, None, (), finished=True)  # of no epoch: after the last
             else:
@@ -510,7 +531,7 @@ class Primary:
         lacking = self._lanes.lacking if self._lanes is not None else ""
         memory = next(iter(self._memory_waits.values()), "")
         # It may lack what itself would report, were it done.
-        return self.stage or memory or self.backups.blocked or lacking
+        return self.shared.stage or self.stage or memory or self.backups.blocked or lacking
 
     def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
         """Names what the attempt at `stamp`, and the primary outside user code, wait for."""

@@ -20,6 +20,7 @@ from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Txn, TxnResult
 from taskgraph.protocol.messages import HandOver, Reason, Stamp
 from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord, name_of
+from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.takeover import Move, Succession, succession
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class TakeOvers:
     def _decide_succession(self, task: int) -> Succession:
         view = self._node.keeper.view
         wish = self._node.wish(task)
-        primary = view.primaries.get(task)
         return succession(
             view,
             task,
@@ -66,7 +66,7 @@ class TakeOvers:
             suspects=self._node.suspects,
             gone=self._node.gone,
             wished=wish is not None and wish.primary == self._node.id,
-            stateful=primary.record.stateful if primary else False,
+            stateful=holds_state(view, task),
             unseated=wish is not None and wish.primary is None and self._node.emits_for_all(),
             dropped=task not in self._roles.primaries and task not in self._roles.stepping_down,
         )
@@ -215,19 +215,20 @@ class TakeOvers:
         old = view.primaries.get(task)
         writer = self._node.writer()
         usable: CheckpointRecord | None = None
-        if old is not None and replica.stateful and view.checkpoint is not None:
+        if old is not None and holds_state(view, task) and view.checkpoint is not None:
             usable = await self._usable_checkpoint(task, writer)
             if usable is None:
                 return
         assert view.epoch is not None, "else no takeover begins"
         undone = view.epoch.record.epoch
         target = usable if usable is not None and usable.epoch < undone else None
-        me, stateful = (self._node.id, self._node.node_revision), replica.stateful
+        me, shape = (self._node.id, self._node.node_revision), replica.shape
+        declared: dict[str, Any] = {"stateful": shape.own, "shared": shape.shared, "writer": writer}
         try:
             if target is not None:
-                txn = transactions.roll_back(view, task, *me, to=target, stateful=stateful, writer=writer)
+                txn = transactions.roll_back(view, task, *me, to=target, **declared)
             else:
-                txn = transactions.take_over_from_nothing(view, task, *me, stateful=stateful, writer=writer)
+                txn = transactions.take_over_from_nothing(view, task, *me, **declared)
         except LookupError as error:
             self._node.log.debug("task %d: %s", task, error)
             await self._look_again()

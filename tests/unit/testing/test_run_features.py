@@ -424,13 +424,13 @@ def test_results_of_all_tasks() -> None:
             self.total += 1
 
         def result(self) -> Any:
-            return None if self.task_id == 1 else {"total": self.total, "big": np.zeros(100_000)}
+            return None if self.task_id == 1 else {"total": self.total, "task": self.task_id, "big": np.zeros(100_000)}
 
     result = run(job(Some, tasks=3))
     assert list(result.values) == [0, 2]
     assert result.values[2]["total"] == 2
     assert result.values[2]["big"].shape == (100_000,)
-    with pytest.raises(tg.JobError, match=r"tasks 0, 2 returned one each: use \.values"):
+    with pytest.raises(tg.JobError, match=r"tasks 0, 2 returned different ones: use \.values"):
         _ = result.value
 
 
