@@ -114,6 +114,13 @@ class Inputs:
             values[producer] = self._decode(encoded) if small is None else small
         return values
 
+    def encoded(self, tag: str, producer: int) -> Encoded:
+        """Returns a value as it came. For the framework."""
+        try:
+            return self._items[tag, producer]
+        except KeyError:
+            raise self._epoch_over() from None
+
     def _decode(self, encoded: Encoded) -> Any:
         value = decode(encoded, device=self._work.device)
         if encoded.buffers and (type(value) is _ndarray or _is_view(encoded, value)):
@@ -231,6 +238,16 @@ class Outputs:
                 f"outs.put(tag, value), with None for nothing; the return value of a processor is ignored"
             )
         self._closed = True
+
+    @property
+    def work(self) -> Work:
+        """The attempt that the processor works for. For the framework."""
+        return self._work
+
+    def put_encoded(self, tag: str, encoded: Encoded, to: tuple[int, ...] | None = None) -> None:
+        """Puts an encoded value. For the framework."""
+        if consumers := self._claim(tag, to):
+            self._work.put(tag, consumers, encoded)
 
     @property
     def filled(self) -> tuple[tuple[str, int], ...]:

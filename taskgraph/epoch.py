@@ -10,16 +10,20 @@ import asyncio
 import concurrent.futures
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import xxhash
 
+from taskgraph.collectives.declaring import Group
+from taskgraph.collectives.interface import COLLECTIVES, Collectives
+from taskgraph.collectives.ports import To
 from taskgraph.device.api import Device
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.compose import ENCODABLE_TEXTS, Composition, is_text
+from taskgraph.graph.compose import ENCODABLE_TEXTS, Composition, Wrapper, is_text
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
@@ -45,8 +49,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-To = str | int | Sequence[str | int]
-"""A link's name, a task id, or several of them, the task itself included."""
 _NO_NUMBERS = (str, bytes, bytearray, np.complexfloating)
 """float() accepts some of these, and drops half of a complex number."""
 
@@ -107,7 +109,9 @@ class Work(Protocol):
     def last(self) -> bool: ...
     @property
     def seed(self) -> int: ...
-    def neighbors(self, link: str) -> tuple[int, ...]: ...
+    def neighbors(self, link: str, task: int | None = None) -> tuple[int, ...]:
+        """Returns the neighbors of a task; None: of this one."""
+
     def links(self) -> tuple[str, ...]: ...
     def tasks(self) -> int: ...
     def service(self, title: str) -> tuple[int, ...]:
@@ -128,7 +132,7 @@ class Work(Protocol):
     def finish(self) -> None: ...
 
 
-class Epoch:
+class Epoch(Collectives):
     """One epoch, for one processor, handler or hook of a task."""
 
     __slots__ = (
@@ -217,16 +221,32 @@ class Epoch:
         Raises:
             GraphError: the processor does not fit the graph; the message says why.
         """
-        work = self._work
-        composition = work.composing
+        self._declare(self._composing("processors are"), compute, inbound, outbound, name, parallel)
+
+    def _composing(self, what: str) -> Composition:
+        composition = self._work.composing
         if composition is None:
             kept = "; this `epoch` is of a compose() that has returned: use the one that it is given each time"
             raise GraphError(
-                f"{self._place()}: processors are declared in compose(), and only there"
+                f"{self._place()}: {what} declared in compose(), and only there"
                 f"{kept if self._where == 'compose' else ''}"
             )
+        return composition
+
+    def _declare(
+        self,
+        composition: Composition,
+        compute: Callable[..., Any],
+        inbound: Mapping[str, To] | None,
+        outbound: Mapping[str, To] | None,
+        name: str | None,
+        parallel: bool,
+        wrapper: Wrapper | None = None,
+    ) -> None:
         before = composition.before
-        if before is not None and composition.add_repeated(compute, inbound, outbound, name, parallel, work):
+        if before is not None and composition.add_repeated(
+            compute, inbound, outbound, name, parallel, self._work, wrapper
+        ):
             return
         composition.add(
             compute,
@@ -235,7 +255,15 @@ class Epoch:
             name=name,
             parallel=parallel,
             declared=(inbound, outbound),
+            wrapper=wrapper,
         )
+
+    def _group(
+        self, kind: str, tag: str, over: str, inbound: Sequence[str] | Mapping[str, To], root: int | None = None
+    ) -> Group:
+        composition = self._composing(f"{kind}() and other collectives are")
+        declare = partial(self._declare, composition)
+        return Group(self._work, composition, declare, self.neighbors, kind, tag, over, inbound, root, self._place())
 
     def flag(self, to: To, meta: Any = None) -> None:
         """Sends a flag to other tasks: their `on_flag(epoch, sender, meta)` runs before their sync points.
@@ -309,6 +337,9 @@ class Epoch:
         channels = {}
         for tag, to in given.items():
             if type(to) is not str:
+                if to == self._work.task and which == "inbound" and tag in composition.results:
+                    channels[str(tag)] = composition.results[tag]  # of a collective: from the task to itself
+                    continue
                 channels[str(tag)] = task_ids(self._work, to, self._place, f"{which} {tag!r}")
                 continue
             if to not in linked:
@@ -368,7 +399,7 @@ class ComposeEpoch(Epoch):
         return self._work.neighbors(link)
 
 
-_SAFE_TO_REUSE = frozenset({"processor", "neighbors", "asked"})
+_SAFE_TO_REUSE = frozenset({"processor", "neighbors", "asked"}.union(COLLECTIVES))
 
 
 class PureEpoch(Epoch):

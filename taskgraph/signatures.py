@@ -6,12 +6,13 @@ checker imports: evaluating them raises NameError.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["declares_fields", "signature"]
+__all__ = ["declares_fields", "returns_coroutine", "signature"]
 
 
 def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
@@ -32,3 +33,10 @@ def declares_fields(cls: type) -> bool:
 
         return bool(inspect.get_annotations(cls, format=Format.STRING))
     return bool(inspect.get_annotations(cls))
+
+
+def returns_coroutine(function: Callable[..., Any]) -> bool:
+    """True if a call of the function, `functools.partial` or callable object returns a coroutine."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

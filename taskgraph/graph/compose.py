@@ -16,9 +16,13 @@ from taskgraph.errors import GraphError, JobError
 from taskgraph.protocol.frozen import frozen
 from taskgraph.signatures import signature
 
+UNNAMED: Final = "processor"
+"""The default name of a lambda."""
+RELAY: Final = "relay"
+"""Names the processor that passes the result of a collective on: `grad (relay)`."""
 _GENERATOR_FLAGS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
-__all__ = ["ENCODABLE_TEXTS", "Composition", "Graph", "Processor", "is_text", "name_of"]
+__all__ = ["ENCODABLE_TEXTS", "RELAY", "UNNAMED", "Composition", "Graph", "Processor", "Wrapper", "is_text", "name_of"]
 
 ENCODABLE_TEXTS: Final[set[str]] = set()
 """Caches names that can be encoded: a lookup is cheaper than the call of `is_text`."""
@@ -40,6 +44,17 @@ Channel = tuple[str, int]
 """(tag, producer) of an inbound channel, (tag, consumer) of an outbound channel."""
 Links = Mapping[str, Any] | None
 """The inbound or outbound channels of a processor as declared: tag -> a link's name, a task, or a sequence of them."""
+
+
+class Wrapper(Protocol):
+    """Makes a compute of a function that is called otherwise. Wrappers of two epochs that are equal do the same."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments with which the function is called."""
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `compute(epoch, ins, outs)`."""
 
 
 class Linked(Protocol):
@@ -77,11 +92,13 @@ class Declaration:
     """The arguments with which `compose` declared a processor.
 
     Attributes:
+        wrapper: makes a compute of `compute`; None: it is one.
         inbound, outbound: the tags, and where each leads: a link, a task, or a sequence of them.
         changing: the links in them that may lead to other tasks in another epoch, and their tasks in this epoch.
     """
 
     compute: Callable[..., Any]
+    wrapper: Wrapper | None
     name: str | None
     parallel: bool
     inbound: tuple[tuple[str, ...], tuple[Any, ...]]
@@ -154,8 +171,10 @@ class Composition:
         "_sync_points",
         "_takes",
         "before",
+        "collectives",
         "epoch",
         "linked",
+        "results",
         "task",
     )
 
@@ -166,6 +185,10 @@ class Composition:
         self.epoch = epoch
         self.linked: dict[str, tuple[int, ...]] = {}
         """Caches the neighbors of links, since most links are named more than once."""
+        self.collectives: dict[tuple[int, ...], int] = {}
+        """How many collectives each group of tasks has so far."""
+        self.results: dict[str, tuple[int, ...]] = {}
+        """Results of collectives: tag -> the tasks that this task has them from."""
         self._lasting = lasting
         self._repeated = 0  # processors that were declared as in `before`
         self.before = before
@@ -185,6 +208,7 @@ class Composition:
         name: str | None,
         parallel: bool,
         work: Linked,
+        wrapper: Wrapper | None = None,
     ) -> bool:
         """Adds a processor and returns True if `before` has an equal declaration in this place.
 
@@ -197,6 +221,8 @@ class Composition:
         if type(compute) is not type(known.compute) or compute != known.compute or parallel is not known.parallel:
             return False
         if name is not known.name and (type(name) is not type(known.name) or name != known.name):
+            return False
+        if wrapper is not known.wrapper and wrapper != known.wrapper:
             return False
         for given, (tags, tos) in (inbound, known.inbound), (outbound, known.outbound):
             if given is None:
@@ -234,17 +260,19 @@ class Composition:
         name: str | None,
         parallel: bool,
         declared: tuple[Links, Links],
+        wrapper: Wrapper | None = None,
     ) -> None:
         """Checks and adds a processor; raises GraphError if it is invalid or conflicts with another processor.
 
         Args:
+            wrapper: makes the processor's compute of `compute`.
             declared: `inbound` and `outbound` as the user wrote them, with names of links.
         """
         if self.before is not None:
             self._begin()
         if not callable(compute):
             raise GraphError(f"{self._where()}: a processor's compute must be callable, not {type(compute).__name__}")
-        declaration = self._declaration(compute, *declared, name, parallel)
+        declaration = self._declaration(compute, wrapper, *declared, name, parallel)
         name = name or name_of(compute)
         code = getattr(compute, "__code__", None)
         if code is not None and code.co_flags & _GENERATOR_FLAGS:
@@ -252,8 +280,9 @@ class Composition:
                 f"{self._where()}: {name!r} has a `yield`, so calling it would run nothing of it: put each value with "
                 f"outs.put(tag, value), several of one tag as a list"
             )
-        if not _accepts_three_arguments(compute):
-            raise GraphError(f"{self._where()}: {name!r} {_describe_call(compute)}")
+        arguments = _ARGUMENTS if wrapper is None else wrapper.arguments
+        if not _accepts(compute, len(arguments)):
+            raise GraphError(f"{self._where()}: {name!r} {_describe_call(compute, arguments)}")
         if name in self._by_name:
             raise GraphError(
                 f"{self._where()}: two processors are called {name!r}; give one of them another: "
@@ -283,6 +312,8 @@ class Composition:
                 raise self._tag_error(tag)
             for producer in producers:
                 takes.append((tag, producer))  # noqa: PERF401 - a comprehension is a call before Python 3.12
+        if wrapper is not None:
+            compute = wrapper.wrap(compute)
         processor = Processor(name, compute, inbound, outbound, not outbound, parallel, tuple(takes), tuple(puts))
         self._append(processor, declaration)
 
@@ -312,7 +343,13 @@ class Composition:
         self._puts |= dict.fromkeys(processor.puts, processor.name)
 
     def _declaration(
-        self, compute: Callable[..., Any], inbound: Links, outbound: Links, name: str | None, parallel: bool
+        self,
+        compute: Callable[..., Any],
+        wrapper: Wrapper | None,
+        inbound: Links,
+        outbound: Links,
+        name: str | None,
+        parallel: bool,
     ) -> Declaration | None:
         """Returns a declaration to compare with the next epoch's; None if it refers to objects that are not plain.
 
@@ -327,7 +364,7 @@ class Composition:
             puts := self._plain_links(outbound, changing)
         ) is None:
             return None
-        return Declaration(compute, name, parallel, takes, puts, tuple(changing.items()))
+        return Declaration(compute, wrapper, name, parallel, takes, puts, tuple(changing.items()))
 
     def _plain_links(
         self, links: Links, changing: dict[str, tuple[int, ...]]
@@ -365,6 +402,16 @@ class Composition:
     def _where(self) -> str:
         return f"task {self.task}, epoch {self.epoch}, compose"
 
+    def _check_results(self) -> None:
+        """Raises GraphError for the result of a collective that this task has, and does not read."""
+        for tag, producers in self.results.items():
+            readers = (p for p in self._by_name.values() if tag in p.inbound and p.name != f"{tag} ({RELAY})")
+            if producers and not any(p.inbound[tag] == producers for p in readers):
+                raise GraphError(
+                    f"{self._where()}: nothing reads {tag!r}, the result of a collective: give it a `then`, name it in "
+                    f"another collective, inbound=({tag!r},), or in a processor, inbound={{{tag!r}: self.task_id}}"
+                )
+
     def graph(self) -> Graph:
         """Returns the declared graph."""
         before = self.before
@@ -372,6 +419,7 @@ class Composition:
             if self._repeated == len(before.processors):
                 return before
             self._begin()
+        self._check_results()
         return Graph(
             tuple(self._by_name.values()),
             tuple(self._by_name),
@@ -410,20 +458,23 @@ def name_of(compute: Callable[..., Any]) -> str:
     while hasattr(inner, "func"):  # functools.partial
         inner = inner.func
     name = getattr(inner, "__name__", type(inner).__name__)
-    return "processor" if name == "<lambda>" else str(name)
+    return UNNAMED if name == "<lambda>" else str(name)
 
 
 _PLACEHOLDER: Final = getattr(functools, "Placeholder", object())
 """Marks an argument that a partial leaves open, from Python 3.14 on."""
 
 
-def _accepts_three_arguments(compute: Callable[..., Any]) -> bool:
-    """False if calling compute(epoch, ins, outs) would surely fail.
+_ARGUMENTS: Final = ("epoch", "ins", "outs")
+
+
+def _accepts(compute: Callable[..., Any], arguments: int) -> bool:
+    """False if a call with so many arguments would surely fail.
 
     It counts parameters, since `inspect.signature` is many times slower, and changing graphs are checked in every
     epoch. It checks the code that is called, not the signature that a decorator announces.
     """
-    given, named = 3, frozenset[str]()
+    given, named = arguments, frozenset[str]()
     while type(compute) is functools.partial:
         if any(one is _PLACEHOLDER for one in compute.args):
             return True
@@ -452,11 +503,11 @@ def _accepts_three_arguments(compute: Callable[..., Any]) -> bool:
     return named >= required and (not unknown or bool(code.co_flags & inspect.CO_VARKEYWORDS))
 
 
-def _describe_call(compute: Callable[..., Any]) -> str:
+def _describe_call(compute: Callable[..., Any], arguments: tuple[str, ...]) -> str:
     """Describes how `compute` is called and which parameters it takes, for an error message."""
-    given = ["epoch", "ins", "outs"]
+    given = list(arguments)
     while isinstance(compute, functools.partial):
-        given[:-3] = ["..."]
+        given[: -len(arguments)] = ["..."]
         compute = compute.func
     function: Any = compute
     if type(compute) is MethodType:

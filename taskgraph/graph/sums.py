@@ -37,7 +37,7 @@ from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Sums", "add_up", "decode_sums", "encode_sums", "joined"]
+__all__ = ["Sums", "add_up", "added", "decode_sums", "encode_sums", "joined", "read_sums"]
 
 _UNLIKE: Final = "x"
 
@@ -108,8 +108,11 @@ class Sums:
         """True for a sum of trees that differ: it has no elements, and is no tree."""
         return bool(self.layout[0] == _UNLIKE)
 
-    def add(self, other: Sums, allocate: Allocate | None = None) -> Sums:
+    def add(self, other: Sums, allocate: Allocate | None = None, by: np.ufunc = np.add) -> Sums:
         """Returns the sum of two sums, of which `other` has the later parts. See `is_unlike` where they differ.
+
+        Args:
+            by: adds two arrays, or takes their minimum or maximum.
 
         Uses the arrays of this sum, unless they were sent or received: then they are read-only.
         """
@@ -119,8 +122,7 @@ class Sums:
                 unlike = Sums((_UNLIKE, difference(self.layout, other.layout)), ())
                 unlike.workers = (*self.workers, *other.workers)
             return unlike._with((), {**self.collected, **other.collected})
-        with np.errstate(all="ignore"):  # inf and nan are `nonfinite` of run.steps
-            arrays = [_added(a, b, allocate) for a, b in zip(self.arrays, other.arrays, strict=True)]
+        arrays = [added(a, b, allocate, by) for a, b in zip(self.arrays, other.arrays, strict=True)]
         return self._with(arrays, {**self.collected, **other.collected})
 
     @property
@@ -213,9 +215,14 @@ def _concatenated(flat: Sequence[NDArray[Any]], allocate: Allocate | None) -> ND
     return whole
 
 
-def _added(first: NDArray[Any], second: NDArray[Any], allocate: Allocate | None) -> NDArray[Any]:
-    out = first if first.flags.writeable else empty_array(first.size, first.dtype, allocate)
-    np.add(first, second, out=out)
+def added(
+    first: NDArray[Any], second: NDArray[Any], allocate: Allocate | None = None, by: np.ufunc = np.add
+) -> NDArray[Any]:
+    """Adds two arrays of one shape and dtype: to `first` if it can be written to, else to a new array."""
+    writable = first.flags.writeable
+    out = first if writable else empty_array(first.size, first.dtype, allocate).reshape(first.shape)
+    with np.errstate(all="ignore"):  # inf and nan are `nonfinite` of run.steps
+        by(first, second, out=out)
     return out
 
 
@@ -275,20 +282,27 @@ def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
     )
 
 
-def encode_sums(sums: Sequence[Sums], allocate: Allocate | None = None) -> Encoded:
+def encode_sums(
+    sums: Sequence[Sums], allocate: Allocate | None = None, what: str = "the sums of an elastic step"
+) -> Encoded:
     """Encodes sums, which must not change later, to send them."""
     return encode(
         [[_packed_layout(s.layout), list(s.arrays), _packed_trees(s.collected)] for s in sums],
-        what="the sums of an elastic step",
+        what=what,
         adopt=True,
         allocate=allocate,
     )
 
 
 def decode_sums(value: Encoded) -> list[Sums]:
+    return read_sums(decode(value))
+
+
+def read_sums(decoded: Any) -> list[Sums]:
+    """Returns the sums of a decoded value of `encode_sums`."""
     return [
         Sums(_unpacked_layout(layout), arrays, {part: _unpacked(*packed) for part, packed in collected.items()})
-        for layout, arrays, collected in decode(value)
+        for layout, arrays, collected in decoded
     ]
 
 

@@ -186,7 +186,7 @@ class _StandaloneWork:
         self._replies = replies
         self._async = is_async(function)
 
-    def neighbors(self, link: str) -> tuple[int, ...]:
+    def neighbors(self, link: str, task: int | None = None) -> tuple[int, ...]:
         return self.links()
 
     def links(self) -> NoReturn:

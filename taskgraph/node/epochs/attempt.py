@@ -387,11 +387,11 @@ class Attempt:
         """Makes the exception to raise in user code of this attempt once the attempt is over."""
         return AttemptEnded(held=self.activity.open_holds is not None and not self.finished)
 
-    def neighbors(self, link: str) -> tuple[int, ...]:
+    def neighbors(self, link: str, task: int | None = None) -> tuple[int, ...]:
         replica = self.replica
-        tasks = replica.job.tasks
-        known = replica.topology.cached.get((link, self.task, tasks))
-        return replica.topology.neighbors(link, self.task, tasks, self.number) if known is None else known
+        tasks, of = replica.job.tasks, self.task if task is None else task
+        known = replica.topology.cached.get((link, of, tasks))
+        return replica.topology.neighbors(link, of, tasks, self.number) if known is None else known
 
     def links(self) -> tuple[str, ...]:
         return tuple(self.replica.topology)

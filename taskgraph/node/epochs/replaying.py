@@ -217,8 +217,9 @@ class Replay:
 
     # -- Work -------------------------------------------------------------------------------------
 
-    def neighbors(self, link: str) -> tuple[int, ...]:
-        return self.fresh.topology.neighbors(link, self.task, self.fresh.job.tasks, self.number)
+    def neighbors(self, link: str, task: int | None = None) -> tuple[int, ...]:
+        of = self.task if task is None else task
+        return self.fresh.topology.neighbors(link, of, self.fresh.job.tasks, self.number)
 
     def links(self) -> tuple[str, ...]:
         return tuple(self.fresh.topology)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from taskgraph.errors import JobError
 from taskgraph.node.usercode import forks
+from taskgraph.signatures import returns_coroutine
 
 if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
@@ -225,21 +226,15 @@ def is_async(function: Callable[..., Any]) -> bool:
     """True if a call of the function, `functools.partial` or callable object returns a coroutine."""
     plain = function.__func__ if type(function) is MethodType else function
     if type(plain) is not FunctionType:
-        return _looks_async(function)
+        return returns_coroutine(function)
     if plain.__code__.co_flags & _COROUTINE:
         return True
     if not plain.__dict__:  # no mark of a decorator
         return False
     known = _ASYNC.get(plain)
     if known is None:
-        known = _ASYNC[plain] = _looks_async(function)
+        known = _ASYNC[plain] = returns_coroutine(function)
     return known
-
-
-def _looks_async(function: Callable[..., Any]) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def refuse_coroutine(function: Callable[..., Any], coroutine: CoroutineType[Any, Any, Any]) -> NoReturn:

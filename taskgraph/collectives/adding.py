@@ -1,0 +1,266 @@
+"""Values of a collective that are added up: encoded, decoded, added, and made trees again.
+
+A single numpy array stays one. Every other tree becomes flat `Sums`. So 16-bit floats are added in float32, booleans as
+int64. Arrays of a device are added on the host. If some tasks have numpy's array where others have a device's, the
+result is one of the device on nodes that have one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.device.api import OnDevice
+from taskgraph.errors import JobError
+from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.sum_layouts import (
+    Layout,
+    copied,
+    difference,
+    element_counts,
+    made_tree,
+    read_only,
+)
+from taskgraph.graph.sums import Sums, added, encode_sums, joined, read_sums
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.elastic.tree import Span, halves
+from taskgraph.protocol.messages import Encoded
+
+__all__ = [
+    "Partial",
+    "add_along_tree",
+    "add_two",
+    "check_alike",
+    "join",
+    "pack",
+    "partial_of",
+    "result",
+    "share",
+    "slices",
+    "unpack",
+]
+
+Partial = NDArray[Any] | Sums
+"""What one task, or several together, contribute."""
+
+_UFUNCS: Final[Mapping[str, np.ufunc]] = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
+
+
+def partial_of(value: Any, op: str, allocate: Allocate) -> Partial:
+    """Returns what a task contributes. A single array is the task's own: `pack` copies it.
+
+    Raises:
+        JobError: something in it cannot be added.
+    """
+    if op == "mean":
+        return _weighted(value, allocate)
+    if type(value) is np.ndarray and _keeps_its_dtype(value.dtype):
+        return value
+    return Sums.of(value, allocate=allocate)
+
+
+def _keeps_its_dtype(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "iufc" and dtype != np.float16 and dtype.isnative
+
+
+def _weighted(value: Any, allocate: Allocate) -> Sums:
+    """Returns the sums of (weight, weight * tree)."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise JobError(f"for a mean return (weight, tree), as in (len(rows), gradient), not {type(value).__name__}")
+    weight, tree = value
+    if isinstance(weight, bool) or not isinstance(weight, int | float | np.integer | np.floating):
+        raise JobError(f"the weight of a mean is a number, not {type(weight).__name__}: return (float(weight), tree)")
+    if not math.isfinite(weight):
+        raise JobError(f"the weight of a mean is {weight}")
+    sums = _as_floats(Sums.of((float(weight), tree), allocate=allocate), allocate)
+    with np.errstate(all="ignore"):
+        for array in sums.arrays:
+            array *= array.dtype.type(weight)
+    sums.arrays[0][0] = weight  # the first element is the weight itself
+    return sums
+
+
+def _as_floats(sums: Sums, allocate: Allocate) -> Sums:
+    """Returns sums whose ints are floats, since a mean of ints is no int."""
+    if all(array.dtype.kind in "fc" for array in sums.arrays):
+        return sums
+    at = {array.dtype: 0 for array in sums.arrays}
+    arrays = {array.dtype: array for array in sums.arrays}
+    found: dict[np.dtype[Any], list[NDArray[Any]]] = {}
+    for dtype, size in element_counts(sums.layout):
+        piece = arrays[dtype][at[dtype] : at[dtype] + size]
+        at[dtype] += size
+        if dtype.kind not in "fc":
+            piece = piece.astype(np.float64)
+        found.setdefault(piece.dtype, []).append(piece)
+    return Sums(_floats(sums.layout), [np.concatenate(pieces) for pieces in found.values()])
+
+
+def _floats(layout: Layout) -> Layout:
+    kind = layout[0]
+    if kind == "n":
+        return ("n", "float") if layout[1] == "int" else layout
+    if kind == "a":
+        ints = np.dtype(layout[2]).kind not in "fc"
+        return ("a", layout[1], np.dtype(np.float64).str, layout[3]) if ints else layout
+    return (*layout[:-1], tuple(map(_floats, layout[-1])))
+
+
+def pack(partial: Partial, what: str, allocate: Allocate) -> Encoded:
+    """Encodes what a task contributes. A sum must not change later."""
+    if isinstance(partial, Sums):
+        return encode_sums([partial], allocate, what)
+    return encode(partial, what=what, allocate=allocate)
+
+
+def unpack(value: Encoded) -> Partial:
+    """Decodes what `pack` has encoded; read-only."""
+    found = decode(value)
+    return read_sums(found)[0] if isinstance(found, list) else found
+
+
+def _layout(partial: Partial) -> Layout:
+    if isinstance(partial, Sums):
+        return partial.layout
+    return ("a", "numpy", partial.dtype.str, partial.shape)
+
+
+def _as_sums(partial: Partial) -> Sums:
+    return partial if isinstance(partial, Sums) else Sums(_layout(partial), [partial.reshape(-1)])
+
+
+def check_alike(partials: Mapping[int, Partial], op: str, what: str) -> dict[int, Partial]:
+    """Returns {task: contribution}, all of one layout.
+
+    Raises:
+        JobError: two of them differ; it names the place, and both tasks.
+    """
+    first, *others = partials
+    layout = _layout(partials[first])
+    if all(_layout(partials[task]) == layout for task in others):
+        return dict(partials)
+    for task in others:
+        other = _layout(partials[task])
+        found = difference(_without_devices(layout), _without_devices(other))
+        if found is not None:
+            path, one, two = found
+            where = ".".join(path[1:] if op == "mean" else path) or "the value"  # a mean has (weight, tree)
+            raise JobError(
+                f"{what}: {where} is {one} in task {first}, and {two} in task {task}: give the same names, with the "
+                f"same shapes and dtypes, in all tasks"
+            )
+        layout = _on_device_of_either(layout, other)
+    return {task: Sums(layout, _as_sums(partial).arrays) for task, partial in partials.items()}
+
+
+def _without_devices(layout: Layout) -> Layout:
+    kind = layout[0]
+    if kind == "n":
+        return layout
+    if kind == "a":
+        return ("a", "numpy", *layout[2:]) if layout[1] == "cupy" else layout
+    return (*layout[:-1], tuple(map(_without_devices, layout[-1])))
+
+
+def _on_device_of_either(layout: Layout, other: Layout) -> Layout:
+    """Returns the layout of two that differ in devices only, with each array on a device that is on one in either."""
+    kind = layout[0]
+    if kind == "n":
+        return layout
+    if kind == "a":
+        return layout if layout[1] == "cupy" else other
+    return (*layout[:-1], tuple(map(_on_device_of_either, layout[-1], other[-1])))
+
+
+def add_two(first: Partial, second: Partial, op: str, allocate: Allocate) -> Partial:
+    """Adds two contributions of one layout, or takes their minimum or maximum."""
+    if isinstance(first, Sums) and isinstance(second, Sums):
+        return first.add(second, allocate, _UFUNCS[op])
+    assert not isinstance(first, Sums) and not isinstance(second, Sums)
+    return added(first, second, allocate, _UFUNCS[op])
+
+
+def add_along_tree(partials: Sequence[Partial], op: str, allocate: Allocate) -> Partial:
+    """Adds the contributions of all members, in their order, along the tree."""
+
+    def add(span: Span) -> Partial:
+        if span.end - span.first == 1:
+            return partials[span.first]
+        first, second = halves(span)
+        return add_two(add(first), add(second), op, allocate)
+
+    return add(Span(0, len(partials)))
+
+
+def slices(partial: Partial, count: int, allocate: Allocate) -> list[Sums]:
+    """Cuts a contribution into ranges of its elements, each with the layout of all. Copies a task's own array."""
+    whole = partial if isinstance(partial, Sums) else Sums.of(partial, allocate=allocate)
+    return [whole.slice(index, count) for index in range(count)]
+
+
+def join(parts: Sequence[Partial], allocate: Allocate) -> Sums:
+    """Joins the slices of a sum."""
+    pieces = [_as_sums(part) for part in parts]
+    return joined(pieces[0].without_arrays(), pieces, allocate)
+
+
+def result(partial: Partial, op: str, what: str, allocate: Allocate) -> Encoded:
+    """Encodes the sum of all contributions as the tree that user code gets.
+
+    Raises:
+        JobError: the weights of a mean add up to 0.
+        ValueNotEncodable: arrays of a library whose arrays do not travel yet.
+    """
+    if not isinstance(partial, Sums):
+        return encode(partial, what=what, adopt=True, allocate=allocate)
+    layout, arrays = partial.layout, partial.arrays
+    if op == "mean":
+        weight = float(arrays[0][0])
+        if weight == 0:
+            raise JobError(f"{what}: the weights of all tasks add up to 0, so there is no mean")
+        with np.errstate(all="ignore"):
+            arrays = tuple([array / array.dtype.type(weight) for array in arrays])
+    made = made_tree(
+        layout, {array.dtype: array for array in arrays}, {array.dtype: 0 for array in arrays}, _give(allocate)
+    )
+    return encode(made[1] if op == "mean" else made, what=what, adopt=True, allocate=allocate)
+
+
+def _give(allocate: Allocate) -> Callable[[NDArray[Any], str], Any]:
+    def give(array: NDArray[Any], library: str) -> Any:
+        if library == "numpy":
+            return read_only(array, library)
+        return OnDevice(read_only(array, library)) if library == "cupy" else copied(allocate, array, library)
+
+    return give
+
+
+def share(value: Any, op: str, index: int, count: int) -> Any:
+    """Returns what a task contributes to one of `count` members: `tg.shard` of the first axis of each array.
+
+    Raises:
+        JobError: something in it has no first axis.
+    """
+    if op == "mean" and isinstance(value, tuple) and len(value) == 2:
+        return value[0], _cut(value[1], index, count, "")
+    return _cut(value, index, count, "")
+
+
+def _cut(tree: Any, index: int, count: int, where: str) -> Any:
+    if isinstance(tree, dict):
+        return {name: _cut(part, index, count, f"{where}[{name!r}]") for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        parts = [_cut(part, index, count, f"{where}[{i}]") for i, part in enumerate(tree)]
+        return parts if isinstance(tree, list) else tuple(parts)
+    shape = getattr(tree, "shape", ())
+    if not shape:
+        raise JobError(
+            f"{where or 'the value'} is a {type(tree).__name__} without an axis, and each task gets a share of the "
+            f"first axis: give arrays here, and numbers to an allreduce"
+        )
+    rows = int(shape[0])
+    return tree[rows * index // count : rows * (index + 1) // count]  # as tg.shard

@@ -1,0 +1,239 @@
+"""Declares the processors and channels of a collective, of one task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, get_args
+
+from taskgraph.collectives.plan import Op, Place, Via, place
+from taskgraph.collectives.ports import Work
+from taskgraph.collectives.steps import AddChildren, AddShares, AddSlices, Drop, Join, Relay, nothing
+from taskgraph.collectives.values import CutAndPut, Put, PutEach, PutPartial, PutSlices, Then
+from taskgraph.errors import GraphError
+from taskgraph.graph.compose import RELAY, UNNAMED, Composition, Wrapper, name_of
+
+__all__ = ["Group"]
+
+Value = Callable[..., Any]
+_KEPT = 1024
+"""Wrappers and names are made once for many epochs."""
+
+_then = Then()
+_drop = Drop()
+_put = lru_cache(_KEPT)(Put)
+_put_each = lru_cache(_KEPT)(PutEach)
+_put_partial = lru_cache(_KEPT)(PutPartial)
+_put_slices = lru_cache(_KEPT)(PutSlices)
+_cut_and_put = lru_cache(_KEPT)(CutAndPut)
+_relay = lru_cache(_KEPT)(Relay)
+_add_children = lru_cache(_KEPT)(AddChildren)
+_add_shares = lru_cache(_KEPT)(AddShares)
+_add_slices = lru_cache(_KEPT)(AddSlices)
+_join = lru_cache(_KEPT)(Join)
+
+
+Declare = Callable[[Value, Mapping[str, Any], Mapping[str, Any], str, bool, Wrapper], None]
+"""Declares a processor: function, inbound and outbound channels, name, whether it is parallel, wrapper."""
+
+
+class Group:
+    """One collective of a task, while `compose` declares it.
+
+    Args:
+        kind: its name, as users call it.
+        over, inbound: as users gave them.
+        root: the task that gives or gets a value; None: all do.
+        at: the place, for errors.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        composition: Composition,
+        declare: Declare,
+        neighbors: Callable[[str], tuple[int, ...]],
+        kind: str,
+        tag: str,
+        over: str,
+        inbound: Any,
+        root: int | None,
+        at: str,
+    ) -> None:
+        self._me = work.task
+        self._composition = composition
+        self._declare = declare
+        self._tag = str(tag)
+        self._what = f"{kind} of {self._tag!r}"
+        self._at = f"{at}: {self._what}"
+        self._members = self._find_members(work, neighbors, over)
+        self._root = self._members[0] if root is None else self._check_root(root)
+        self._inbound = self._find_inbound(inbound)
+        if self._tag in composition.results:
+            raise GraphError(f"{self._at}: another collective has this tag: give each one of its own")
+        number = composition.collectives.get(self._members, 0)
+        composition.collectives[self._members] = number + 1
+        self._key = f"{self._tag}: {kind} {number}"
+
+    # -- the kinds --------------------------------------------------------------------------------
+
+    def allreduce(self, value: Value, then: Value | None, op: Op, via: Via) -> None:
+        self._check_choice("op", op, get_args(Op))
+        self._check_choice("via", via, get_args(Via))
+        members, me, tag = self._members, self._me, self._tag
+        if len(members) == 1 or via != "ring":
+            at = place(members, self._root, me)
+            self._add_up(value, op, at, shared=True)
+            self._hand_down(at)
+            self._finish(then, (me if at.parent is None else at.parent,))
+            return
+        slices, sums = f"{self._key}, {op} via ring, slices", f"{self._key}, {op} via ring, sums"
+        self._value(value, _put_slices(self._what, op, slices, members), {slices: members})
+        self._internal("add", _add_slices(self._what, op, slices, members, sums), {slices: members}, {sums: members})
+        self._internal("join", _join(self._what, op, sums, members, tag), {sums: members}, {tag: (me,)})
+        self._finish(then, (me,))
+
+    def reduce(self, value: Value, then: Value | None, op: Op) -> None:
+        self._check_choice("op", op, get_args(Op))
+        self._add_up(value, op, place(self._members, self._root, self._me), shared=False)
+        self._finish(then, (self._me,) if self._is_root else ())
+
+    def broadcast(self, value: Value, then: Value | None) -> None:
+        at = place(self._members, self._root, self._me)
+        if at.parent is None:
+            self._value(value, _put(self._tag), {self._tag: (self._me, *_tasks(at))})
+        else:
+            self._drop_inbound()
+            self._hand_down(at)
+        self._finish(then, (self._me if at.parent is None else at.parent,))
+
+    def gather(self, value: Value, then: Value | None) -> None:
+        self._value(value, _put(self._tag), {self._tag: (self._root,)})
+        self._finish(then, self._members if self._is_root else ())
+
+    def allgather(self, value: Value, then: Value | None) -> None:
+        self._value(value, _put(self._tag), {self._tag: self._members})
+        self._finish(then, self._members)
+
+    def scatter(self, value: Value, then: Value | None) -> None:
+        if self._is_root:
+            self._value(value, _put_each(self._tag, self._members), {self._tag: self._members})
+        else:
+            self._drop_inbound()
+        self._finish(then, (self._root,))
+
+    def reduce_scatter(self, value: Value, then: Value | None, op: Op) -> None:
+        self._check_choice("op", op, get_args(Op))
+        members, shares = self._members, f"{self._key}, {op}, shares"
+        self._value(value, _cut_and_put(self._what, op, shares, members), {shares: members})
+        add = _add_shares(self._what, op, shares, members, self._tag)
+        self._internal("add", add, {shares: members}, {self._tag: (self._me,)})
+        self._finish(then, (self._me,))
+
+    # -- processors -------------------------------------------------------------------------------
+
+    @property
+    def _is_root(self) -> bool:
+        return self._me == self._root
+
+    def _add_up(self, value: Value, op: Op, at: Place, *, shared: bool) -> None:
+        """Declares the processors that add up along the tree.
+
+        Args:
+            shared: the root's children get the result, too.
+        """
+        what, me, tag = self._what, self._me, self._tag
+        own, up = f"{self._key}, {op} to {self._root}, own", f"{self._key}, {op} to {self._root}, up"
+        if not at.children:
+            to, whom = (tag, me) if at.parent is None else (up, at.parent)
+            self._value(value, _put_partial(what, op, to, at.parent is None), {to: (whom,)})
+            return
+        self._value(value, _put_partial(what, op, own, False), {own: (me,)})
+        outbound = {up: (at.parent,)} if at.parent is not None else {tag: (me, *_tasks(at)) if shared else (me,)}
+        add = _add_children(what, op, own, up, at.children, next(iter(outbound)), at.parent is None)
+        self._internal("add", add, {own: (me,), up: tuple([child.member for child in at.children])}, outbound)
+
+    def _hand_down(self, at: Place) -> None:
+        """Declares the processor that passes a value from the parent on to the children."""
+        if at.parent is not None and at.children:
+            relay = _relay(self._tag, at.parent)
+            self._internal(RELAY, relay, {self._tag: (at.parent,)}, {self._tag: _tasks(at)})
+
+    def _value(self, value: Value, wrapper: Wrapper, outbound: Mapping[str, Any]) -> None:
+        self._declare(value, self._inbound, outbound, self._name(value, "value"), False, wrapper)
+
+    def _name(self, function: Value, of_lambda: str) -> str:
+        name = name_of(function)
+        return f"{self._tag}: {of_lambda if name == UNNAMED else name}"
+
+    def _internal(self, name: str, wrapper: Wrapper, inbound: Mapping[str, Any], outbound: Mapping[str, Any]) -> None:
+        self._declare(nothing, inbound, outbound, f"{self._tag} ({name})", True, wrapper)
+
+    def _finish(self, then: Value | None, producers: tuple[int, ...]) -> None:
+        """Declares `then`, and notes the tasks that this one has the result from; none: it has no result."""
+        self._composition.results[self._tag] = producers
+        if then is not None and producers:
+            self._declare(then, {self._tag: producers}, {}, self._name(then, "then"), False, _then)
+
+    def _drop_inbound(self) -> None:
+        """Takes the results that only the root's `value` reads."""
+        results = self._composition.results
+        if unused := {tag: results[tag] for tag in self._inbound if tag in results}:
+            self._declare(nothing, unused, {}, f"{self._tag} (drop)", False, _drop)
+
+    # -- arguments --------------------------------------------------------------------------------
+
+    def _find_members(self, work: Work, neighbors: Callable[[str], tuple[int, ...]], over: str) -> tuple[int, ...]:
+        if over == "all":
+            return _all(work.tasks())
+        if not isinstance(over, str):
+            raise GraphError(f'{self._at}: over takes "all" or a link\'s name, not {over!r:.100}')
+        members = tuple(sorted({work.task, *neighbors(over)}))
+        after = members[(members.index(work.task) + 1) % len(members)]
+        if set(members) != {after, *work.neighbors(over, after)}:  # each asks the next one: so all are compared
+            others = ", ".join(map(str, sorted({after, *work.neighbors(over, after)})))
+            raise GraphError(
+                f"{self._at}: over={over!r} joins task {work.task} to {', '.join(map(str, members))}, but task {after} "
+                f"to {others}; a collective needs a link that joins each member of a group to all others"
+            )
+        return members
+
+    def _check_root(self, root: int) -> int:
+        if isinstance(root, bool) or not isinstance(root, int) or root not in self._members:
+            raise GraphError(
+                f"{self._at}: root takes the id of one of the tasks {list(self._members)!r:.100}, not {root!r:.100}"
+            )
+        return root
+
+    def _find_inbound(self, inbound: Any) -> Mapping[str, Any]:
+        if isinstance(inbound, Mapping):
+            return inbound
+        results = self._composition.results
+        if isinstance(inbound, str) or not isinstance(inbound, Sequence):
+            raise GraphError(
+                f"{self._at}: inbound takes tags of collectives composed before, as in inbound=('grad',), or "
+                f"where each tag comes from, as in inbound={{'grad': 'parents'}}; it got {inbound!r:.100}"
+            )
+        for tag in inbound:
+            if tag not in results:
+                known = ", ".join(map(repr, results)) or "none"
+                raise GraphError(
+                    f"{self._at}: inbound={tuple(inbound)!r:.100} names {tag!r:.100}, which no collective before this "
+                    f"one has; before it: {known}; for an ordinary channel say where it comes from, "
+                    f"inbound={{{tag!r:.100}: link}}"
+                )
+        return {str(tag): results[tag] for tag in inbound}
+
+    def _check_choice(self, name: str, given: Any, choices: tuple[str, ...]) -> None:
+        if given not in choices:
+            raise GraphError(f"{self._at}: {name} takes {', '.join(map(repr, choices))}, not {given!r:.100}")
+
+
+@lru_cache(maxsize=16)
+def _all(tasks: int) -> tuple[int, ...]:
+    return tuple(range(tasks))
+
+
+def _tasks(at: Place) -> tuple[int, ...]:
+    """Returns the children, the one with the most members first: it has to pass the value on."""
+    return tuple([child.member for child in reversed(at.children)])

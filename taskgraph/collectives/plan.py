@@ -1,0 +1,66 @@
+"""The tree along which the members of a group add up and hand down values. Pure.
+
+The values of all members are added along the tree of `protocol.elastic.tree`, in the order of the members. Each span of
+it has a *head*, the member that adds it up: the root if it is in the span, else the first member. A head sends the sum
+of its largest span to its *parent*, the head of the span above:
+
+    members   0 1 2 3 4 5      root 0: 1 ► 0, 3 ► 2 ► 0, 5 ► 4 ► 0
+    spans     0..3    4..5
+              01  23  45
+
+What is handed down takes the same ways back.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from taskgraph.protocol.elastic.tree import Span, halves
+
+__all__ = ["Child", "Op", "Place", "Via", "place"]
+
+Op = Literal["sum", "mean", "min", "max"]
+Via = Literal["auto", "tree", "ring"]
+
+
+class Child(NamedTuple):
+    """A member that sends a sum to its parent.
+
+    Attributes:
+        earlier: its members come before those that the parent has added up so far.
+    """
+
+    member: int
+    earlier: bool
+
+
+class Place(NamedTuple):
+    """A member's place in the tree.
+
+    Attributes:
+        parent: None for the root.
+        children: in the order in which their sums are added.
+    """
+
+    parent: int | None
+    children: tuple[Child, ...]
+
+
+@lru_cache(maxsize=4096)
+def place(members: tuple[int, ...], root: int, member: int) -> Place:
+    """Returns the place of one of the members, in the tree that leads to `root`."""
+    span, head, me = Span(0, len(members)), members.index(root), members.index(member)
+    parent: int | None = None
+    children: list[Child] = []
+    while span.end - span.first > 1:
+        first, second = halves(span)
+        own, other = (first, second) if head < second.first else (second, first)
+        if me == head:
+            children.append(Child(members[other.first], earlier=other is first))
+        elif other.first <= me < other.end:
+            own, parent, head = other, members[head], other.first
+        span = own
+    if me == members.index(root):
+        parent = None
+    return Place(parent, tuple(reversed(children)))

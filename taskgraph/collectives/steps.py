@@ -1,0 +1,149 @@
+"""The internal processors of a collective: they add up, join and pass on.
+
+They use no state and run beside other processors of their task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from taskgraph.collectives import adding
+from taskgraph.collectives.plan import Op
+from taskgraph.collectives.ports import Ins, Outs
+from taskgraph.collectives.values import place
+from taskgraph.protocol.frozen import frozen
+
+__all__ = ["AddChildren", "AddShares", "AddSlices", "Drop", "Join", "Relay", "nothing"]
+
+
+def nothing() -> None:
+    """Stands for user code in processors that have none."""
+
+
+class _Internal:
+    """Makes a compute that calls `run`."""
+
+    __slots__ = ()
+    arguments: ClassVar[tuple[str, ...]] = ()
+
+    def run(self, ins: Ins, outs: Outs) -> None:
+        raise NotImplementedError
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
+            self.run(ins, outs)
+
+        compute.__taskgraph_stateless__ = True  # type: ignore[attr-defined]
+        return compute
+
+
+@frozen
+class Drop(_Internal):
+    """Takes results that this task does not use."""
+
+    def run(self, ins: Ins, outs: Outs) -> None:
+        pass
+
+
+@frozen
+class Relay(_Internal):
+    """Passes a value on to the children."""
+
+    tag: str
+    parent: int
+
+    def run(self, ins: Ins, outs: Outs) -> None:
+        outs.put_encoded(self.tag, ins.encoded(self.tag, self.parent))
+
+
+@frozen
+class AddChildren(_Internal):
+    """Adds the sums of the children to what this task contributes.
+
+    Attributes:
+        what: names the collective.
+        own: the tag of what this task contributes.
+        up: the tag of the sums of its children.
+        children: (task, whether its members come earlier), in the order of adding.
+        to: the tag of the sum, or of the result.
+        finishes: the sum is the result.
+    """
+
+    what: str
+    op: Op
+    own: str
+    up: str
+    children: tuple[tuple[int, bool], ...]
+    to: str
+    finishes: bool
+
+    def run(self, ins: Ins, outs: Outs) -> None:
+        work = outs.work
+        what, me, allocate = place(work, self.what), work.task, work.allocate
+        found = {me: adding.unpack(ins.encoded(self.own, me))}
+        for child, _ in self.children:
+            found[child] = adding.unpack(ins.encoded(self.up, child))
+        found = adding.check_alike(found, self.op, what)
+        total = found[me]
+        for child, earlier in self.children:
+            one, other = (found[child], total) if earlier else (total, found[child])
+            total = adding.add_two(one, other, self.op, allocate)
+        if self.finishes:
+            outs.put_encoded(self.to, adding.result(total, self.op, what, allocate))
+        else:
+            outs.put_encoded(self.to, adding.pack(total, what, allocate))
+
+
+def _add_all(ins: Ins, outs: Outs, tag: str, members: tuple[int, ...], op: Op, what: str) -> adding.Partial:
+    found = {member: adding.unpack(ins.encoded(tag, member)) for member in members}
+    found = adding.check_alike(found, op, what)
+    return adding.add_along_tree(list(found.values()), op, outs.work.allocate)
+
+
+@frozen
+class AddShares(_Internal):
+    """Adds the shares of all members that belong to this task, and puts the result."""
+
+    what: str
+    op: Op
+    tag: str
+    members: tuple[int, ...]
+    to: str
+
+    def run(self, ins: Ins, outs: Outs) -> None:
+        what = place(outs.work, self.what)
+        total = _add_all(ins, outs, self.tag, self.members, self.op, what)
+        outs.put_encoded(self.to, adding.result(total, self.op, what, outs.work.allocate))
+
+
+@frozen
+class AddSlices(_Internal):
+    """Adds the slices of all members that belong to this task, and puts the sum to all of them."""
+
+    what: str
+    op: Op
+    tag: str
+    members: tuple[int, ...]
+    to: str
+
+    def run(self, ins: Ins, outs: Outs) -> None:
+        what = place(outs.work, self.what)
+        total = _add_all(ins, outs, self.tag, self.members, self.op, what)
+        outs.put_encoded(self.to, adding.pack(total, what, outs.work.allocate))
+
+
+@frozen
+class Join(_Internal):
+    """Joins the sums of all slices to the result."""
+
+    what: str
+    op: Op
+    tag: str
+    members: tuple[int, ...]
+    to: str
+
+    def run(self, ins: Ins, outs: Outs) -> None:
+        work = outs.work
+        total = adding.join([adding.unpack(ins.encoded(self.tag, member)) for member in self.members], work.allocate)
+        outs.put_encoded(self.to, adding.result(total, self.op, place(work, self.what), work.allocate))

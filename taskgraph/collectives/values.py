@@ -1,0 +1,164 @@
+"""User code of a collective, made a processor: `value(epoch, ins)`, whose value is put, and `then(epoch, ins)`.
+
+Wrappers are compared from epoch to epoch (`graph.compose.Wrapper`), so they have names and task ids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from taskgraph.collectives import adding
+from taskgraph.collectives.plan import Op
+from taskgraph.collectives.ports import Ins, Outs, Work
+from taskgraph.errors import GraphError, JobError
+from taskgraph.protocol.frozen import frozen
+from taskgraph.shape import is_stateless
+from taskgraph.signatures import returns_coroutine
+
+__all__ = ["CutAndPut", "Put", "PutEach", "PutPartial", "PutSlices", "Then", "place"]
+
+
+def place(work: Work, what: str) -> str:
+    """Names a collective of a task in an epoch, for errors."""
+    return f"task {work.task}, epoch {work.number}: {what}"
+
+
+class _OfUser:
+    """Makes a compute of user code that is called with `(epoch, ins)`, as a plain function or a coroutine."""
+
+    __slots__ = ()
+    arguments: ClassVar[tuple[str, ...]] = ("epoch", "ins")
+
+    def give(self, outs: Outs, value: Any) -> None:
+        """Puts what user code returned."""
+        raise NotImplementedError
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if returns_coroutine(function):
+
+            async def compute_async(epoch: Any, ins: Ins, outs: Outs) -> None:
+                self.give(outs, await function(epoch, ins))
+
+            return _marked(compute_async, function)
+
+        def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
+            self.give(outs, function(epoch, ins))
+
+        return _marked(compute, function)
+
+
+def _marked(compute: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    compute.__taskgraph_stateless__ = is_stateless(function)  # type: ignore[attr-defined]
+    return compute
+
+
+@frozen
+class Then(_OfUser):
+    """Makes the sync point that reads the result."""
+
+    def give(self, outs: Outs, value: Any) -> None:
+        pass
+
+
+@frozen
+class Put(_OfUser):
+    """Puts a value as it is."""
+
+    tag: str
+
+    def give(self, outs: Outs, value: Any) -> None:
+        outs.put(self.tag, value)
+
+
+@frozen
+class PutEach(_OfUser):
+    """Puts one value to each member."""
+
+    tag: str
+    members: tuple[int, ...]
+
+    def give(self, outs: Outs, value: Any) -> None:
+        for member, each in self._by_member(outs.work, value).items():
+            outs.put(self.tag, each, to=member)
+
+    def _by_member(self, work: Work, value: Any) -> Mapping[int, Any]:
+        members = self.members
+        if isinstance(value, Mapping):
+            if value.keys() == set(members):
+                return value
+            got = f"a dict with the keys {list(value)!r:.100}"
+        elif isinstance(value, list | tuple):
+            if len(value) == len(members):
+                return dict(zip(members, value, strict=True))
+            got = f"{len(value)} values"
+        else:
+            got = type(value).__name__
+        raise GraphError(
+            f"{place(work, f'scatter of {self.tag!r}')}: return one value for each of the tasks "
+            f"{list(members)!r:.100}, as a list in this order or a dict {{task: value}}; it got {got}"
+        )
+
+
+@frozen
+class PutPartial(_OfUser):
+    """Puts what this task contributes, to be added along the tree. A task that is alone puts the result.
+
+    Attributes:
+        what: names the collective.
+    """
+
+    what: str
+    op: Op
+    tag: str
+    alone: bool
+
+    def give(self, outs: Outs, value: Any) -> None:
+        allocate = outs.work.allocate
+        packed = adding.pack(_partial(outs.work, self.what, self.op, value), self.what, allocate)
+        if self.alone:
+            packed = adding.result(adding.unpack(packed), self.op, place(outs.work, self.what), allocate)
+        outs.put_encoded(self.tag, packed)
+
+
+@frozen
+class PutSlices(_OfUser):
+    """Puts a slice of what this task contributes to each member."""
+
+    what: str
+    op: Op
+    tag: str
+    members: tuple[int, ...]
+
+    def give(self, outs: Outs, value: Any) -> None:
+        work, members = outs.work, self.members
+        partial = _partial(work, self.what, self.op, value)
+        for member, part in zip(members, adding.slices(partial, len(members), work.allocate), strict=True):
+            outs.put_encoded(self.tag, adding.pack(part, self.what, work.allocate), (member,))
+
+
+@frozen
+class CutAndPut(_OfUser):
+    """Puts to each member its share of the first axis of what this task contributes."""
+
+    what: str
+    op: Op
+    tag: str
+    members: tuple[int, ...]
+
+    def give(self, outs: Outs, value: Any) -> None:
+        work, count = outs.work, len(self.members)
+        for index, member in enumerate(self.members):
+            try:
+                share = adding.share(value, self.op, index, count)
+            except JobError as error:
+                raise type(error)(f"{place(work, self.what)}: {error}") from None
+            partial = _partial(work, self.what, self.op, share)
+            outs.put_encoded(self.tag, adding.pack(partial, self.what, work.allocate), (member,))
+
+
+def _partial(work: Work, what: str, op: Op, value: Any) -> adding.Partial:
+    try:
+        return adding.partial_of(value, op, work.allocate)
+    except JobError as error:
+        raise type(error)(f"{place(work, what)}: {error}") from None
