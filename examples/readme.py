@@ -9,44 +9,29 @@ import numpy as np
 import taskgraph as tg
 
 
-class Fit(tg.Task, state=["theta"]):  # state: what a backup keeps, what a failure cannot take
+class Fit(tg.Task, shared=["theta"]):  # shared: equal on all tasks; backups keep it, no failure can take it
     def setup(self):  # once per replica, in a thread: this task's shard
         self.x = np.random.default_rng(self.task_id).normal(size=(1000, 3))
         self.y = self.x @ [1.0, 2.0, 3.0]
         self.theta = np.zeros(3)
 
-    def compose(self, epoch):  # this epoch's processors and channels: tag -> link
-        if self.task_id == 0:
-            epoch.processor(self.publish, outbound={"theta": "children"})
-            epoch.processor(self.update, inbound={"grad": "children"})  # no outbound: a sync point, runs last
-        else:
-            epoch.processor(self.relay, inbound={"theta": "parents"}, outbound={"theta": "children"})
-            epoch.processor(self.add, inbound={"theta": "parents", "grad": "children"}, outbound={"grad": "parents"})
+    def compose(self, epoch):  # what this epoch does: add up the gradients of all tasks
+        epoch.allreduce("grad", self.gradient, self.update)
 
-    def publish(self, epoch, ins, outs):
-        outs.put("theta", self.theta)
+    def gradient(self, epoch, ins):
+        return self.x.T @ (self.x @ self.theta - self.y)
 
-    def relay(self, epoch, ins, outs):
-        outs.put("theta", ins["theta"])
-
-    def add(self, epoch, ins, outs):
-        outs.put("grad", self.grad(ins["theta"], ins))
-
-    def grad(self, theta, ins):
-        return self.x.T @ (self.x @ theta - self.y) + sum(ins.all("grad").values())
-
-    def update(self, epoch, ins, outs):
-        grad = self.grad(self.theta, ins)
-        self.theta -= grad / (1000 * self.tasks)
-        epoch.report(slope=abs(grad).max())  # shown live, once per committed epoch
+    def update(self, epoch, ins):  # runs last, on all tasks: state changes here only
+        self.theta -= ins["grad"] / (1000 * self.tasks)
+        epoch.report(slope=abs(ins["grad"]).max())  # shown live, once per committed epoch
 
     def result(self):
-        return self.theta if self.task_id == 0 else None
+        return self.theta
 
 
 @tg.job
 def fit(tasks: int = 15, epochs: int = 40):
-    return tg.Job(tasks=tasks, epochs=epochs, builder=Fit, topology=tg.tree())
+    return tg.Job(tasks=tasks, epochs=epochs, builder=Fit)
 
 
 if __name__ == "__main__":
