@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.parts import Part
     from taskgraph.elastic_jobs.run import Run
     from taskgraph.elastic_jobs.steps import Step, Steps
+    from taskgraph.elastic_jobs.tables import RunTable
     from taskgraph.epoch import Epoch, Hold, Reply, Tag
     from taskgraph.errors import (
         CheckpointError,
@@ -110,6 +111,7 @@ __all__ = [
     "Refused",
     "Reply",
     "Run",
+    "RunTable",
     "Settings",
     "StateError",
     "Step",
@@ -163,6 +165,7 @@ _MODULES = {
     "elastic_jobs.parts": ("Part",),
     "elastic_jobs.run": ("Run",),
     "elastic_jobs.steps": ("Step", "Steps"),
+    "elastic_jobs.tables": ("RunTable",),
     "epoch": ("Epoch", "Hold", "Reply", "Tag"),
     "graph.libraries": ("arrays",),
     "graph.values": ("codec", "message"),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import leaves
+from taskgraph.elastic_jobs.tables import Pushes
 from taskgraph.errors import StepError
 from taskgraph.graph.sum_layouts import Layout, difference
 from taskgraph.graph.sums import Sums
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from taskgraph.graph.blocks import Allocate
     from taskgraph.protocol.messages import Encoded
 
-__all__ = ["CARRIED", "KINDS", "Part", "Place", "Round", "kept_modules"]
+__all__ = ["CARRIED", "KINDS", "PUSHED", "Part", "Place", "Round", "kept_modules"]
 
 KINDS = {"mean": "gradients", "sum": "summed gradients"}
 """`reduce` of `part.backward` -> the name of the gradients in the sums."""
 CARRIED: Final = ""
 """The name under which a part carries what is not the user's, beside what the user collected."""
+PUSHED: Final = "pushed"
+"""What a part carries if it pushed to tables."""
 
 
 class Place(NamedTuple):
@@ -96,7 +99,11 @@ class Round:
             )
         if self.gradients is not None:
             self._check_parameters(where)
+        if (left := part.pushes.left) is not None:
+            raise StepError(f"{where} left a gradient of table {left!r}: call part.backward(loss), not loss.backward()")
         changes = {} if self._modules is None else self._modules.take()
+        if packed := part.pushes.packed():
+            part.carried[PUSHED] = packed
         sums = part.sums(changes)
         if self._first is None:
             self._first, self._collected = (part.number, sums.layout), part.collected.keys() | set()
@@ -165,6 +172,7 @@ class Part:
         self.calls = 0
         self.collected: dict[str, Any] = {}
         self.carried: dict[str, Any] = {}  # reaches all workers with the sums
+        self.pushes = Pushes()
         self._round = of
         self._data = data
         self._read: Any = None
@@ -245,7 +253,8 @@ class Part:
             raise StepError(f"{left}.grad is set before part.backward(loss), which calls loss.backward() itself")
         loss.backward(inputs=inputs if inputs is None or hasattr(inputs, "backward") else list(inputs))
         taken = gradients.take()
-        if not taken:
+        embedded = self.pushes.take_embedded(counted, mean=reduce == "mean")
+        if not taken and not embedded:
             raise StepError(
                 "part.backward: no parameter got a gradient: name the module, or its parameters, in run.state(...)"
             )

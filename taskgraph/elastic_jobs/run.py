@@ -19,9 +19,11 @@ from taskgraph.elastic_jobs.seeding import Turn
 from taskgraph.elastic_jobs.shards import Shards
 from taskgraph.elastic_jobs.state import State
 from taskgraph.elastic_jobs.steps import Step, StepOptions, Steps
-from taskgraph.errors import StateError, StepError
+from taskgraph.elastic_jobs.tables import RunTable, Tables
+from taskgraph.errors import StateError, StepError, TableError
 from taskgraph.protocol.dealing import Ledger
 from taskgraph.sources.reading import Source, as_source, is_source
+from taskgraph.tables.options import TableOptions
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.usercall import UserCall
@@ -40,11 +42,13 @@ class Run:
         progress: where user code is.
         named: what `run.state` named: a `State`, an instance of a dataclass, or None.
         gifts: what counts with the pieces of `run.shards`, beside user code's own; None: nothing does.
+        tables: those that `run.table` made.
     """
 
     def __init__(self, node: UserCall) -> None:
         self.progress = Progress(node, Turn())
         self.named: Any = None
+        self.tables = Tables()
         self.log = logging.getLogger("taskgraph.user")
         self.gifts: Gifts | None = None
         self._shards: Shards[Any] | None = None
@@ -194,6 +198,26 @@ class Run:
         else:
             self.named = holder
         return self.named
+
+    def table(self, name: str, width: int, **options: Any) -> RunTable:
+        """Makes a table of parameters: rows by id, which all workers hold alike; before the first step.
+
+        Args:
+            name: the table's.
+            width: numbers in a row.
+            options: `init`, `scale`, `optimizer`, `lr`, `dtype` and `rows`, as of `tg.Table`.
+
+        Raises:
+            TableError: an option does not fit, there is a table of this name, or the first step has begun.
+        """
+        if self.progress.in_steps:
+            raise TableError(f"run.table({name!r}, ...) after the first step: make all tables before it")
+        for option in ("servers", "backups"):
+            if option in options:
+                raise TableError(f"run.table({option}=...): in an elastic job every worker has all rows; leave it out")
+        made = self.tables.make(name, TableOptions(width, **options), self.progress.node.spec.seed)
+        self.progress.carried[f"table {name!r}"] = made
+        return made
 
     def steps(
         self,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from taskgraph.elastic_jobs.differing import digests_of_arguments, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
-from taskgraph.elastic_jobs.parts import CARRIED, KINDS, Part, Place, Round, title
+from taskgraph.elastic_jobs.parts import CARRIED, KINDS, PUSHED, Part, Place, Round, title
 from taskgraph.elastic_jobs.progress import SUMMED, Progress
 from taskgraph.elastic_jobs.state import check_parameters, large_sizes
 from taskgraph.errors import StepError
@@ -22,6 +22,7 @@ from taskgraph.graph.values import decode
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.feeds import Feed
     from taskgraph.elastic_jobs.gradients import Gradients
+    from taskgraph.elastic_jobs.tables import Tables
     from taskgraph.elastic_jobs.tracing import Mark
     from taskgraph.graph.sums import Sums
 
@@ -53,6 +54,7 @@ class RunOfSteps(Protocol):
 
     progress: Progress
     named: Any
+    tables: Tables
 
 
 class Steps:
@@ -183,19 +185,23 @@ class Step:
         what = b"%d.%d" % (self.number, self.round) + (self._state if self.round == 1 else b"")
         place = Place(progress.node.spec.seed, self.number, self.round)
         current = Round(place, steps.run.named, steps.options.zeros, progress.node.allocate)
-        self._gradients = current.gradients
+        self._gradients, tables = current.gradients, steps.run.tables
+        tables.in_parts = True
         done: tuple[int, Sums] | None = None
         while isinstance(answer := progress.ask(rows.parts, what, done, repeatable=True), int):
             part = rows.part(current, answer)
             if watch is not None:
                 for trial in watch.trials(place, part, steps.feed):
                     trial.begin()
+                    tables.pushes = trial.pushes
                     yield trial
                     watch.tried(trial, current.close(trial))
                 watch.part(place, part)
             mark = trace.begin()
             part.begin()
+            tables.pushes = part.pushes
             yield part
+            tables.pushes = None
             trace.keep(mark, "part", f"part {answer}")
             mark = trace.begin()
             done = answer, current.close(part)
@@ -210,7 +216,10 @@ class Step:
         current.finish(total, rows.parts)
         pytorch()
         self._collected = [decode(tree, writable=True) for tree in answer.collected.values()]
-        self._rows.take([tree.pop(CARRIED, {}) for tree in self._collected])
+        carried = [tree.pop(CARRIED, {}) for tree in self._collected]
+        self._rows.take(carried)
+        tables.in_parts = False
+        tables.apply([each.get(PUSHED, ()) for each in carried], total.get("weight", 0.0))
         self._total, self._over = total, True
         progress.seed(SUMMED)
         trace.keep(mark, "total", "puts the total in place")

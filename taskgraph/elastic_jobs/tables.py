@@ -1,0 +1,239 @@
+"""Tables of an elastic job: each worker holds all rows that somebody has pushed to, the same on all workers.
+
+    pushes of a part ──summed by id──► carried with its sums ──► all workers apply those of all parts, in their order
+
+So a push counts when its part does. The rows that parts pull are those of the round's beginning. Rows, optimizers and
+the log of changed rows are those of tables in task graphs (`taskgraph.tables`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+
+from taskgraph.errors import TableError
+from taskgraph.tables.layout import Layout
+from taskgraph.tables.merging import as_gradients, as_ids, summed
+from taskgraph.tables.options import TableOptions, as_rate
+from taskgraph.tables.rows import Ids, table_seed
+from taskgraph.tables.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Pushes", "RunTable", "Tables"]
+
+Array = NDArray[Any]
+Packed = Sequence[tuple[str, bool, Ids, Array]]
+"""What a part pushed: (table, mean, ids, gradients), with each id once; see `Pushes.add`."""
+
+
+class Pushes:
+    """What one part, or one piece, pushes."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, bool], list[tuple[Ids, Array]]] = {}
+        self.embedded: list[tuple[str, Ids, torch.Tensor]] = []  # rows that losses may have gradients of
+
+    def add(self, table: str, ids: Ids, gradients: Array, *, mean: bool = False) -> None:
+        """Takes gradients of rows.
+
+        Args:
+            mean: they are divided by the sum of the weights of all parts, as those of `part.backward`.
+        """
+        self._kept.setdefault((table, mean), []).append((ids, gradients))
+
+    def packed(self) -> Packed:
+        """Returns the sum of what was pushed, as a value that travels."""
+        return [(*of, *_summed(pushes)) for of, pushes in sorted(self._kept.items())]
+
+    def take_embedded(self, weight: float, *, mean: bool) -> bool:
+        """Takes weight * gradient of the embedded rows that have one. False: none has."""
+        having = [(name, ids, rows) for name, ids, rows in self.embedded if rows.grad is not None]
+        for name, ids, rows in having:
+            gradient, rows.grad = rows.grad, None
+            assert gradient is not None
+            self.add(name, ids, (gradient * weight).cpu().numpy(), mean=mean)
+        return bool(having)
+
+    @property
+    def left(self) -> str | None:
+        """The table of embedded rows that still have a gradient; None: there are none."""
+        return next((name for name, _, rows in self.embedded if rows.grad is not None), None)
+
+
+def _summed(pushes: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
+    ids, gradients = zip(*pushes, strict=True)
+    return summed(np.concatenate(ids), np.concatenate(gradients))
+
+
+class Tables:
+    """All tables of a run.
+
+    Attributes:
+        pushes: of the part or piece at work; None: nothing may be pushed.
+        in_parts: user code takes parts.
+    """
+
+    def __init__(self) -> None:
+        self.pushes: Pushes | None = None
+        self.in_parts = False
+        self._tables: dict[str, RunTable] = {}
+
+    def __iter__(self) -> Iterator[RunTable]:
+        return iter(self._tables.values())
+
+    def make(self, name: str, options: TableOptions, seed: int) -> RunTable:
+        """Makes a table.
+
+        Raises:
+            TableError: there is one of this name.
+        """
+        if not isinstance(name, str) or not name:
+            raise TableError(f"run.table({name!r}): the name must be a text")
+        if name in self._tables:
+            raise TableError(f"run.table({name!r}): there is a table of this name: call it once for each")
+        made = self._tables[name] = RunTable(self, name, options, seed)
+        return made
+
+    def apply(self, pushed: Sequence[Packed], weight: float = 0.0) -> None:
+        """Changes the rows that parts or pieces pushed to: each once, by the sum of its gradients.
+
+        Args:
+            pushed: of each part, in the order in which they are summed.
+            weight: the sum of the weights of all parts, for gradients that are means.
+        """
+        sums: dict[str, list[tuple[Ids, Array]]] = {}
+        for name in self._tables:
+            for mean in (False, True):
+                found = [
+                    (ids, rows) for packed in pushed for table, m, ids, rows in packed if (table, m) == (name, mean)
+                ]
+                if found:
+                    ids, gradients = _summed(found)
+                    sums.setdefault(name, []).append((ids, gradients / weight if mean else gradients))
+        for name, found in sums.items():
+            self._tables[name].apply(*_summed(found))
+
+
+class RunTable:
+    """A table of an elastic job, as `run.table(name, width, ...)` returns it.
+
+    A row that nobody has pushed to is made when it is pulled, from the job's seed, the table's name and the row's id.
+    """
+
+    def __init__(self, of: Tables, name: str, options: TableOptions, seed: int) -> None:
+        self.name = name
+        self.options = options
+        self._of = of
+        self._seed = table_seed(seed, name)
+        self._store = Store(options, self._seed)
+        self._lr = options.lr
+        self._digests: dict[int, tuple[Array, bytes]] = {}  # id of a block -> the block, its digest
+
+    def pull(self, ids: ArrayLike | None = None) -> Array:
+        """Returns rows: in a part, as of the round's beginning.
+
+        Args:
+            ids: int64, of shape (n,), in any order, also more than once. None: all rows of a table that has `rows`.
+
+        Returns:
+            An array of the table's dtype, of shape (n, width), which is the caller's own.
+
+        Raises:
+            TableError: wrong ids.
+        """
+        return self._store.pull(self._ids(ids, "pull"))
+
+    def push(self, ids: ArrayLike | None, gradients: ArrayLike) -> None:
+        """Adds gradients, which count when the part does. After the round, each row is changed once, by their sum.
+
+        Args:
+            ids: int64, of shape (n,); gradients of the same id are added up. None: all rows of a table that has `rows`.
+            gradients: of the table's dtype, of shape (n, width).
+
+        Raises:
+            TableError: wrong ids, another shape or dtype, or it is called outside a part.
+        """
+        found = self._ids(ids, "push")
+        options = self.options
+        given = as_gradients(gradients, found, options.width, options.numpy_dtype, f"{self._title}.push")
+        self._pushes("push").add(self.name, found.copy(), given.copy())
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of a tensor of ids. In a part, `part.backward` pushes their gradient, weighted as all are.
+
+        Args:
+            ids: whole numbers, of any shape.
+
+        Returns:
+            A tensor of the table's dtype, of shape (*ids.shape, width), on the ids' device.
+
+        Raises:
+            TableError: `ids` is no such tensor.
+        """
+        from taskgraph.elastic_jobs.embedding import embedded
+
+        return embedded(self, ids, self._of.pushes)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate. Set it outside the part loop, on all workers alike."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        if self._of.in_parts:
+            raise TableError(f"{self._title}.lr is set in the part loop: set it before or after, on all workers alike")
+        self._lr = as_rate(value, f"{self._title}.lr")
+
+    def __len__(self) -> int:
+        """Returns the number of rows that somebody has pushed to."""
+        return len(self._store)
+
+    def apply(self, ids: Ids, gradients: Array) -> None:
+        """Changes rows by the optimizer.
+
+        Args:
+            ids: each once.
+        """
+        self._store.push(ids, gradients, self._lr)
+
+    @property
+    def _title(self) -> str:
+        return f"table {self.name!r}"
+
+    def _pushes(self, call: str) -> Pushes:
+        if self._of.pushes is None:
+            raise TableError(
+                f"{self._title}.{call} outside a part: what all workers push alike could not be counted once; call it "
+                f"in `for part in step`"
+            )
+        return self._of.pushes
+
+    def _ids(self, ids: ArrayLike | None, call: str) -> Ids:
+        rows, what = self.options.rows, f"{self._title}.{call}"
+        if ids is None and rows is None:
+            raise TableError(f"{what} needs ids: only a table with rows=... knows all of its own")
+        return as_ids(range(rows) if ids is None and rows is not None else ids, what, rows)
+
+    # -- in the state that newcomers and checkpoints get ------------------------------------------
+
+    def captured(self) -> dict[str, Any]:
+        return {"table": self.options.stored, "lr": self._lr, "blocks": self._store.blocks}
+
+    def load(self, captured: Mapping[str, Any]) -> None:
+        self.options.check_stored(captured["table"])
+        self._lr = captured["lr"]
+        self._store = Store(self.options, self._seed, map(Layout.of(self.options).unpack, captured["blocks"]))
+
+    def digests(self) -> dict[str, bytes]:
+        blocks = self._store.blocks
+        known = self._digests
+        self._digests = {id(b): known.get(id(b)) or (b, xxhash.xxh3_128_digest(b.data)) for b in blocks}
+        whole = xxhash.xxh3_128_digest(b"".join(self._digests[id(b)][1] for b in blocks))
+        return {f"{self._title}.lr": repr(self._lr).encode(), self._title: b"array" + whole}
