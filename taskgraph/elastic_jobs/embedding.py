@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from taskgraph.errors import TableError
-
-if TYPE_CHECKING:
-    from taskgraph.elastic_jobs.tables import Pushes, RunTable
 
 __all__ = ["embedded"]
 
 
-def embedded(table: RunTable, ids: torch.Tensor, pushes: Pushes | None) -> torch.Tensor:
-    """Returns the rows of ids; see `RunTable.embed`.
+def embedded(
+    pull: Callable[[NDArray[np.int64]], NDArray[Any]], ids: torch.Tensor, what: str, *, trained: bool
+) -> tuple[torch.Tensor, NDArray[np.int64], torch.Tensor | None]:
+    """Returns the rows of a tensor of ids.
 
     Args:
-        pushes: takes the gradient of the rows; None: they need none.
+        pull: returns the rows of ids, each once.
+        what: the call, for messages.
+        trained: losses may have gradients of the rows.
+
+    Returns:
+        A tensor of shape (*ids.shape, width); the ids, each once; and their rows, as a leaf whose `grad` a backward pass
+        sets, or None.
     """
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        what = f"a tensor of {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise TableError(f"table {table.name!r}.embed takes a tensor of whole numbers, not {what}")
+        given = f"a tensor of {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise TableError(f"{what} takes a tensor of whole numbers, not {given}")
     unique, place = np.unique(ids.detach().cpu().numpy(), return_inverse=True)
-    rows = torch.from_numpy(table.pull(unique)).to(ids.device)
-    if pushes is not None and torch.is_grad_enabled():
+    unique = unique.astype(np.int64)
+    rows = torch.from_numpy(pull(unique)).to(ids.device)
+    trained = trained and torch.is_grad_enabled()
+    if trained:
         rows.requires_grad_()
-        pushes.embedded.append((table.name, unique.astype(np.int64), rows))
-    return torch.nn.functional.embedding(torch.from_numpy(place.reshape(ids.shape)).to(ids.device), rows)
+    found = torch.nn.functional.embedding(torch.from_numpy(place.reshape(ids.shape)).to(ids.device), rows)
+    return found, unique, rows if trained else None

@@ -178,7 +178,11 @@ class RunTable:
         """
         from taskgraph.elastic_jobs.embedding import embedded
 
-        return embedded(self, ids, self._of.pushes)
+        pushes = self._of.pushes
+        found, unique, rows = embedded(self.pull, ids, f"{self._title}.embed", trained=pushes is not None)
+        if pushes is not None and rows is not None:
+            pushes.embedded.append((self.name, unique, rows))
+        return found
 
     @property
     def lr(self) -> float:
