@@ -25,8 +25,8 @@ def embedded(
         trained: losses may have gradients of the rows.
 
     Returns:
-        A tensor of shape (*ids.shape, width); the ids, each once; and their rows, as a leaf whose `grad` a backward pass
-        sets, or None.
+        A tensor of shape (*ids.shape, width); the ids, each once; and their rows, as a leaf whose `grad` a backward
+        pass sets, or None.
     """
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         given = f"a tensor of {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
