@@ -137,6 +137,11 @@ class Job(Generic[T]):
         """How many tasks there are, with those of services."""
         return self.tasks + sum(service.count for service in self._services)
 
+    @property
+    def services(self) -> dict[str, int]:
+        """How many tasks each service has, by its title, in the order of their ids."""
+        return {service.title: service.count for service in self._services}
+
     def service(self, title: str) -> tuple[int, ...]:
         """Returns the task ids of a service, as "table users"; (): there is no such service."""
         return ids_of(self._services, self.tasks).get(title, ())

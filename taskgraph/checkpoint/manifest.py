@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -50,6 +50,8 @@ class Origin:
     """The job that a checkpoint must belong to.
 
     Attributes:
+        services: how many of the tasks each service has, by its title.
+        any_servers: accept checkpoints with another number of tasks of a service: `launch.moving` writes them again.
         any_driver: accept checkpoints of another version of the driver.
         epochs: the number of epochs of a resumed job: a checkpoint at its end or later is useless. None: no limit, or
             the job is not resumed.
@@ -58,6 +60,8 @@ class Origin:
     job: str
     fingerprint: str
     tasks: int
+    services: dict[str, int] = field(default_factory=dict)
+    any_servers: bool = False
     any_driver: bool = False
     epochs: int | None = None
 
@@ -83,6 +87,7 @@ class Manifest:
     """A checkpoint's list of files.
 
     Attributes:
+        services: how many of the tasks each service had, by its title.
         files: one for every task with state, and one for task 0, with the reports.
         before: names of earlier checkpoints, newest first; used if this one is corrupt.
     """
@@ -93,6 +98,7 @@ class Manifest:
     tasks: int
     files: tuple[FileInfo, ...]
     before: tuple[str, ...] = ()
+    services: dict[str, int] = field(default_factory=dict)
     version: str = VERSION
 
     @property
@@ -131,16 +137,25 @@ class Manifest:
         if self.fingerprint != origin.fingerprint and not origin.any_driver:
             prints = f"the driver's fingerprint is {self.fingerprint}, here it is {origin.fingerprint}"
             found.append(f"{prints} ({_explain_change(self.fingerprint, origin.fingerprint)})")
-        if self.tasks != origin.tasks:
-            found.append(f"tasks is {self.tasks}, here it is {origin.tasks} (the number of tasks was changed)")
+        mine, others = self._own_tasks(origin)
+        if mine != others:
+            found.append(f"tasks is {mine}, here it is {others} (the number of tasks was changed)")
+        elif self.services.keys() != origin.services.keys() or (
+            self.services != origin.services and not origin.any_servers
+        ):
+            found.append(f"it has {_services_text(self.services)}, here it is {_services_text(origin.services)}")
         if found:
-            kind = ChangedDriver if self.tasks == origin.tasks else ChangedJob
+            kind = ChangedDriver if mine == others and self.services == origin.services else ChangedJob
             raise kind(f"{path} is foreign: {', and '.join(found)}")
         if origin.epochs is not None and (epoch := self.parsed.epoch) >= origin.epochs:
             raise CheckpointError(
                 f"{path} is of epoch {epoch}, and a job of {origin.epochs} epochs has nothing to do from there on "
                 f"(epochs={epoch + 1} would have)"
             )
+
+    def _own_tasks(self, origin: Origin) -> tuple[int, int]:
+        """Returns how many tasks are the user's: of the checkpoint, and of the job."""
+        return self.tasks - sum(self.services.values()), origin.tasks - sum(origin.services.values())
 
     def to_bytes(self) -> bytes:
         raw = {"format": FORMAT, **msgspec.to_builtins(self)}
@@ -165,6 +180,10 @@ class Manifest:
         if Name.parse(made.name) is None:
             raise CheckpointError(f"{path} is corrupt: {made.name!r} is not the name of a checkpoint")
         return made
+
+
+def _services_text(services: dict[str, int]) -> str:
+    return ", ".join(f"{count} tasks of {title}" for title, count in services.items()) or "no table or queue"
 
 
 def _explain_change(before: str, now: str) -> str:

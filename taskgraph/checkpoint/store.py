@@ -94,6 +94,7 @@ class Store:
             job=self._origin.job,
             fingerprint=self._origin.fingerprint,
             tasks=self._origin.tasks,
+            services=self._origin.services,
             files=tuple(sorted(files, key=lambda info: info.task)),
             before=tuple(before),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.driver.loading import DriverRef, check_not_importing, make_job, reference_of
@@ -37,6 +37,7 @@ class JobSpec:
         checkpoint, checkpoint_every: as in the job.
         checkpoint_series: counts the starts from epoch 0, to tell older checkpoints from newer ones.
         checkpoint_changed: checkpoints that another version of the driver wrote are used, too.
+        services: how many tasks each service has, by its title, in the order of their ids.
         elastic: the job is elastic: it has sums in place of epochs, and one task for its value.
         token_mark: shows whether a token is this job's, without revealing it; "": unknown.
         version, protocol: the versions of the taskgraph that submitted the job.
@@ -58,6 +59,7 @@ class JobSpec:
     checkpoint_every: int = 10
     checkpoint_series: int = 1
     checkpoint_changed: bool = False
+    services: dict[str, int] = field(default_factory=dict)
     elastic: bool = False
     token_mark: str = ""
     version: str = VERSION
@@ -93,6 +95,7 @@ class JobSpec:
             settings=dataclasses.asdict(job.settings),
             checkpoint=job.checkpoint,
             checkpoint_every=job.checkpoint_every,
+            services=job.services,
             elastic=job.elastic is not None,
         )
 

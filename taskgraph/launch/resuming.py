@@ -23,6 +23,7 @@ from taskgraph.checkpoint.store import NewestCheckpoint, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobTimeout
+from taskgraph.launch.moving import move
 from taskgraph.launch.submit import StartPoint, check_not_running, submit
 from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.protocol.keys import Keys
@@ -71,9 +72,7 @@ async def plan(
     await check_not_running(coordinator, keys)  # its checkpoints change while it runs
     start_point = dataclasses.replace(start_point, after=before.mod_revision if before is not None else 0)
     changed = resume == "changed"
-    origin = Origin(
-        job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, any_driver=changed, epochs=spec.epochs
-    )
+    origin = dataclasses.replace(_origin(spec), any_servers=True, any_driver=changed, epochs=spec.epochs)
     store = Store(spec.checkpoint, origin)
     pointer, attempt = await _known(coordinator, spec, before)
     checkpoints = await _look_in_thread(store, partial(_look, store, pointer, bool(resume)), spec.name, timeout_s)
@@ -86,6 +85,7 @@ async def plan(
         raise JobError(_which_text(spec, store, checkpoints))
     spec = dataclasses.replace(spec, checkpoint_series=checkpoints.series + 1, checkpoint_changed=changed)
     if resume and checkpoints.current:
+        checkpoints = await _with_services(store, checkpoints, spec)
         return _go_on(spec, start_point, store, checkpoints, attempt)
     newest = checkpoints.names[0] if checkpoints.names else None
     if resume:
@@ -139,6 +139,27 @@ def _warn_of_beginning(spec: JobSpec, store: Store, newest: Name | None, *, unfi
             newest.epoch,
             newest.series,
         )
+
+
+async def _with_services(store: Store, checkpoints: _Checkpoints, spec: JobSpec) -> _Checkpoints:
+    """Writes the usable checkpoint again if a table has another number of servers now."""
+    before = checkpoints.usable.manifest
+    if before is None or before.services == spec.services:
+        return checkpoints
+    threads = PooledThreads("checkpoints", limit=1)
+    try:
+        manifest = await threads.run(lambda: move(store, before, spec.services, spec.run))
+    except OSError as error:
+        raise CheckpointError(f"{store}: the rows of tables cannot be moved to other servers: {error}") from error
+    finally:
+        threads.close()
+    moves = (
+        f"{title} from {count} to {spec.services[title]}"
+        for title, count in before.services.items()
+        if count != spec.services[title]
+    )
+    log.info("rows move to another number of servers: %s", ", ".join(moves))
+    return dataclasses.replace(checkpoints, usable=dataclasses.replace(checkpoints.usable, manifest=manifest))
 
 
 def _go_on(
@@ -198,7 +219,7 @@ async def begin(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint
     if start_point.over is None:
         return
     assert spec.checkpoint is not None
-    store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
+    store = Store(spec.checkpoint, _origin(spec))
     threads = PooledThreads("checkpoints", limit=1)
     try:
         async with asyncio.timeout(_SLOW_S):
@@ -224,13 +245,17 @@ async def complete(spec: JobSpec, pointer: CheckpointRecord) -> None:
     assert spec.checkpoint is not None
     threads = PooledThreads("checkpoints", limit=1)
     try:
-        store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
+        store = Store(spec.checkpoint, _origin(spec))
         async with asyncio.timeout(_SLOW_S):
             await threads.run(lambda: store.finish(pointer.name))
     except (OSError, CheckpointError) as error:  # of which TimeoutError is one
         log.warning("the last manifest of checkpoint %s is not there: %s", pointer.name, error)
     finally:
         threads.close()
+
+
+def _origin(spec: JobSpec) -> Origin:
+    return Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, services=spec.services)
 
 
 async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:

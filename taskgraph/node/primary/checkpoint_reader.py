@@ -50,6 +50,7 @@ class CheckpointReader:
                 job=spec.name,
                 fingerprint=spec.fingerprint,
                 tasks=spec.tasks,
+                services=spec.services,
                 any_driver=spec.checkpoint_changed,
             )
             self._store = Store(spec.checkpoint, origin, place=self._place, by=self.writer_of(self._node.id))

@@ -1,0 +1,58 @@
+"""Writes a checkpoint again for another number of servers of a table: `--resume` may change that.
+
+The files of the user's tasks are copied. Those of a table are read, and each new server gets the rows that are its own
+now. The new checkpoint is of the same epoch, and names the run that resumes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from taskgraph.checkpoint.manifest import Manifest
+from taskgraph.checkpoint.store import Store
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.messages import Encoded
+from taskgraph.tables.moving import moved
+
+__all__ = ["move"]
+
+
+def move(store: Store, manifest: Manifest, services: dict[str, int], run: str) -> Manifest:
+    """Writes a checkpoint for other services, and returns its manifest. It is complete at once.
+
+    Args:
+        store: of the job as it is now.
+        manifest: a checkpoint of the job with the same tasks of the user, and the same services by title.
+        services: title -> count of tasks, as they are now.
+        run: the run that is resumed.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        OSError: a file cannot be written.
+    """
+    name = replace(manifest.parsed, run=run[:8])
+    files = [store.write(name, task, value) for task, value in _values(store, manifest, services)]
+    made = store.manifest(name, files)
+    store.stage(made)
+    store.finish(made.name)
+    return made
+
+
+def _values(store: Store, manifest: Manifest, services: dict[str, int]) -> Iterator[tuple[int, Encoded]]:
+    """Yields the value of each task that has a file now."""
+    first = manifest.tasks - sum(manifest.services.values())
+    for task in range(first):
+        if (value := store.read(manifest, task)) is not None:
+            yield task, value
+    old = new = first
+    for title, count in services.items():
+        before = manifest.services[title]
+        values = [store.read(manifest, task) for task in range(old, old + before)]
+        there = [value for value in values if value is not None]
+        if count != before:
+            wholes = [decode(value) for value in there]
+            states = moved([whole["state"] for whole in wholes], count)
+            there = [encode({**wholes[0], "state": state}, ordered=True) for state in states]
+        yield from enumerate(there, new)
+        old, new = old + before, new + count

@@ -1,0 +1,34 @@
+"""Rows that move to another number of servers, when a job is resumed from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from taskgraph.tables.layout import Layout
+from taskgraph.tables.options import TableOptions
+from taskgraph.tables.store import Store, select
+
+__all__ = ["moved"]
+
+
+def moved(states: Sequence[dict[str, Any]], servers: int) -> list[dict[str, Any]]:
+    """Returns the states of `servers` servers with the rows of all given ones.
+
+    Args:
+        states: the snapshots of all servers of a table, in order.
+    """
+    width, dtype, optimizer = states[0]["table"]
+    table = TableOptions(width, dtype=dtype, optimizer=optimizer)
+    layout = Layout.of(table)
+    live = [Store(table, segments=map(layout.unpack, state["blocks"])).live() for state in states]
+    whole = {name: np.concatenate([part[name] for part in live]) for name in layout.fields}
+    found = []
+    for server in range(servers):
+        mine = select(whole, server, servers)
+        order = np.argsort(mine["ids"])
+        store = Store(table, segments=[{name: array[order] for name, array in mine.items()}] if len(order) else [])
+        found.append({**states[0], "servers": servers, "blocks": store.blocks})
+    return found
