@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.run import Run
     from taskgraph.elastic_jobs.steps import Step, Steps
     from taskgraph.elastic_jobs.tables import RunTable
-    from taskgraph.epoch import Epoch, Hold, Reply, Tag
+    from taskgraph.epoch import Epoch, Hold, QueueState, Reply, Tag
     from taskgraph.errors import (
         CheckpointError,
         CoordinationError,
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from taskgraph.jobs import Job, job
     from taskgraph.launch.run import arun, result, run
     from taskgraph.maps.mapping import imap, map
+    from taskgraph.queues.queue import WorkQueue
     from taskgraph.results import EpochReport, Failed, JobResult
     from taskgraph.settings import Settings
     from taskgraph.shape import handles, stateless
@@ -108,6 +109,7 @@ __all__ = [
     "PeerGone",
     "PeerLost",
     "PieceFailed",
+    "QueueState",
     "Refused",
     "Reply",
     "Run",
@@ -128,6 +130,7 @@ __all__ = [
     "UnknownJob",
     "ValueNotEncodable",
     "ViewChanged",
+    "WorkQueue",
     "__version__",
     "arrays",
     "arun",
@@ -166,12 +169,13 @@ _MODULES = {
     "elastic_jobs.run": ("Run",),
     "elastic_jobs.steps": ("Step", "Steps"),
     "elastic_jobs.tables": ("RunTable",),
-    "epoch": ("Epoch", "Hold", "Reply", "Tag"),
+    "epoch": ("Epoch", "Hold", "QueueState", "Reply", "Tag"),
     "graph.libraries": ("arrays",),
     "graph.values": ("codec", "message"),
     "jobs": ("Job", "job"),
     "launch.run": ("arun", "result", "run"),
     "maps.mapping": ("imap", "map"),
+    "queues.queue": ("WorkQueue",),
     "results": ("EpochReport", "Failed", "JobResult"),
     "settings": ("Settings",),
     "shape": ("handles", "stateless"),

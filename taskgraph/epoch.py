@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import xxhash
@@ -35,7 +35,9 @@ __all__ = [
     "ComposeEpoch",
     "Epoch",
     "Hold",
+    "MapCall",
     "PureEpoch",
+    "QueueState",
     "Reply",
     "Scratch",
     "Tag",
@@ -93,6 +95,28 @@ class Scratch(SimpleNamespace):
     """The type of `epoch.scratch`, by which `hints` recognizes a missing name and explains the lifetime."""
 
 
+class MapCall(NamedTuple):
+    """The arguments of `Epoch.map`."""
+
+    tag: str
+    pieces: Iterable[Any] | str
+    value: Callable[..., Any]
+    then: Callable[..., Any] | None
+    upto: int | None
+
+
+class QueueState(NamedTuple):
+    """How far a queue is.
+
+    Attributes:
+        done: each piece of each pass is done, or set aside.
+        left: pieces that are not: of all passes, or of the pass at work if passes are endless.
+    """
+
+    done: bool
+    left: int
+
+
 class Work(Protocol):
     """The interface of the attempt that user code works for. Any thread may call its methods."""
 
@@ -120,6 +144,17 @@ class Work(Protocol):
     def table(self, epoch: Epoch, name: str) -> EpochTable:
         """Returns a table of the job. Raises TableError if there is no such table."""
 
+    def map(self, epoch: Epoch, call: MapCall) -> None:
+        """Declares the processors of `Epoch.map`. Raises GraphError if an argument is wrong."""
+
+    def queue(self, epoch: Epoch, name: str) -> QueueState:
+        """Returns how far a queue of the job is. Raises GraphError if that is not known."""
+
+    def kept_results(self, tag: str) -> dict[int, Any]:
+        """Returns the results of a map that an earlier attempt of this epoch has left; further ones are added."""
+
+    @property
+    def node_name(self) -> str: ...
     def allocate(self, nbytes: int) -> Block | None:
         """Allocates memory that can be sent without a copy; None: there is none."""
 
@@ -288,6 +323,42 @@ class Epoch(Collectives):
         what = f"request {method!r} of task {self._work.task}"
         value = encode(payload, what=what, allocate=self._work.allocate)
         return Reply(self._work, self._work.request(self._where, to, method, value))
+
+    def map(
+        self,
+        tag: str,
+        pieces: Iterable[Any] | str,
+        value: Callable[..., Any],
+        then: Callable[..., Any] | None = None,
+        *,
+        upto: int | None = None,
+    ) -> None:
+        """Declares a computation of pieces by whichever task has time. Only in `compose`; all tasks declare the same.
+
+        Each piece is computed by `value(epoch, piece)` on one task. `epoch.rng` there is seeded by the piece, so the
+        result does not depend on who computes it; `value` changes no state. `then(epoch, ins)` is a sync point of each
+        task that reads `ins[tag]`: the list of all results, in the order of the pieces.
+
+        Args:
+            pieces: a sequence of values, the same on all tasks; or the name of a queue of the job.
+            upto: so many pieces in this epoch, at most. None: all values; of a queue, what its pass has left.
+
+        Raises:
+            GraphError: a wrong argument, or called outside `compose`. While it runs, the job fails with PieceFailed if
+                `value` raises three times for a piece; see `tg.WorkQueue` for other ways.
+        """
+        self._work.map(self, MapCall(str(tag), pieces, value, then, upto))
+
+    def queue(self, name: str) -> QueueState:
+        """Returns how far a queue is: `done`, and `left` pieces.
+
+        In the `then` of its `epoch.map` that is after this epoch, in a `def` processor before it. Elsewhere it is not
+        known.
+
+        Raises:
+            GraphError: there is no such queue, or it is not known here.
+        """
+        return self._work.queue(self, name)
 
     def table(self, name: str) -> EpochTable:
         """Returns a table of the job, for this epoch. Raises TableError if the job has none of this name."""

@@ -9,12 +9,12 @@ import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Generic, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, cast
 
 import numpy as np
 
 from taskgraph.errors import DecodeError, JobError, error_text, first_names
-from taskgraph.graph.codecs import Codec, codec_of
+from taskgraph.graph.codecs import Codec, codec_of, message
 from taskgraph.graph.values import encode
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ else:
 
 __all__ = ["EpochReport", "Failed", "JobResult", "json_pieces", "plain_value"]
 
+SET_ASIDE: Final = "taskgraph.set_aside"
+"""In the value of a queue's task: the name of the queue whose pieces were set aside."""
 _NAMED = 5
 """Tasks that a message names."""
 _REPORTS_A_PIECE = 1000
@@ -51,6 +53,7 @@ class EpochReport:
     by_task: dict[int, dict[str, float]]
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Failed:
     """In place of the result of a piece that was set aside (`on_error="set aside"`).
@@ -79,6 +82,7 @@ class JobResult(Generic[T]):
         epochs: the number of committed epochs.
         failovers: how often a backup took over from a primary that failed.
         restarts: how often an epoch started again, or the job went back to a checkpoint.
+        set_aside: queue -> its pieces that were set aside (`tg.WorkQueue(on_error="set aside")`).
         wall_s: seconds from submission to the end. For a submitted job: from the start of the first node to the end
             of the last one that computed the result.
     """
@@ -91,6 +95,7 @@ class JobResult(Generic[T]):
     failovers: int = 0
     restarts: int = 0
     wall_s: float = 0.0
+    set_aside: dict[str, tuple[Failed, ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         shown = [f"{task}: {_SHORT.repr(value)}" for task, value in list(self.values.items())[:_NAMED]]
@@ -144,8 +149,9 @@ class JobResult(Generic[T]):
                 for report in raw["reports"]
             )
             values = {int(task): value for task, value in raw["values"].items()}
-            known = {each.name: raw[each.name] for each in fields(cls)}
-            return cls(**{**known, "values": values, "reports": reports})
+            aside = {name: tuple(Failed(**one) for one in some) for name, some in raw.get("set_aside", {}).items()}
+            known = {each.name: raw[each.name] for each in fields(cls) if each.name != "set_aside"}
+            return cls(**{**known, "values": values, "reports": reports, "set_aside": aside})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DecodeError(f"not a job's result: {text[:200]!r} ({type(error).__name__}: {error})") from error
 
@@ -169,6 +175,7 @@ def json_pieces(result: JobResult) -> Iterator[str]:
         "failovers": result.failovers,
         "restarts": result.restarts,
         "wall_s": round(result.wall_s, 3),
+        "set_aside": {name: [plain_value(one) for one in some] for name, some in result.set_aside.items()},
     }
     yield f"], {json.dumps(rest, allow_nan=False)[1:]}"
 

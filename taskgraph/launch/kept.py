@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from taskgraph.errors import JobCancelled, JobFailed, UnknownJob
+from taskgraph.errors import JobCancelled, JobFailed, PieceFailed, UnknownJob
 from taskgraph.observe.events import Event, readable_events
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, Record, State, StatusRecord
@@ -77,6 +77,10 @@ def collected_record(collected: KeyValue | None) -> KeptJob:
 
 def job_failed(name: str, status: StatusRecord) -> JobFailed:
     """Makes the error for a job that did not finish."""
+    if status.piece is not None:
+        failed = PieceFailed(status.reason, piece=status.piece, node=status.node, traceback=status.traceback, job=name)
+        failed.task, failed.epoch, failed.where = status.task, status.epoch, status.where
+        return failed
     kind = JobCancelled if status.state == State.CANCELLED else JobFailed
     return kind(
         status.reason or f"job {name!r} was {status.state}",
@@ -97,6 +101,8 @@ def status_of(error: JobFailed) -> StatusRecord:
         epoch=error.epoch,
         where=error.where,
         traceback=error.traceback_text,
+        piece=error.piece if isinstance(error, PieceFailed) else None,
+        node=error.node if isinstance(error, PieceFailed) else "",
     )
 
 

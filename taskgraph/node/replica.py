@@ -30,6 +30,7 @@ from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.numbers import compact
 from taskgraph.protocol.records import EpochRecord
+from taskgraph.queues.pieces import KeptResults
 from taskgraph.shape import FRAMEWORK_ATTRIBUTES, TaskShape, check_attributes
 from taskgraph.task import Task, shape_of
 from taskgraph.topology import Topology, as_topology
@@ -107,6 +108,7 @@ class Replica:
         """The graph of every epoch of this attempt, once known: see `Attempt._compose`."""
         self.graph_may_be_constant = False
         """True if `constant_graph` may become known in this attempt."""
+        self.kept_results = KeptResults()
         self._xp = xp
         self.user_task: Task
         """The user's object, and its shape, after `build`."""

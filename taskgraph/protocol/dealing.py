@@ -246,6 +246,11 @@ class Ledger:
         return self._options.pieces
 
     @property
+    def options(self) -> Options:
+        """The arguments that it was made with."""
+        return self._options
+
+    @property
     def passes(self) -> int | None:
         """How many passes there are; None: endless ones."""
         return self._options.passes
@@ -277,6 +282,11 @@ class Ledger:
                     found.setdefault(holder, []).append(at.ticket(piece))
         return found
 
+    def errors_of(self, pass_number: int, piece: int) -> int:
+        """Returns how often user code has raised in a piece of an open pass."""
+        at = self._pass(pass_number)
+        return at.errors.get(piece, 0) if at else 0
+
     def has(self, holder: str, ticket: Ticket) -> bool:
         """True if the holder is to compute this piece."""
         at = self._pass(ticket.pass_number)
@@ -301,6 +311,11 @@ class Ledger:
     def open(self) -> int:
         """Pieces of the open passes that nobody has."""
         return sum(one.open for one in self._open)
+
+    @property
+    def open_in_pass(self) -> int:
+        """Pieces of the first open pass that nobody has."""
+        return self._open[0].open if self._open else 0
 
     def next_late(self) -> float | None:
         """Returns when the next piece will have taken too long; None: there is none."""

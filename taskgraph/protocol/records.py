@@ -133,6 +133,9 @@ class StatusRecord(Record, frozen=True, kw_only=True):
     epoch: int | None = None
     where: str = ""
     traceback: str = ""
+    piece: int | None = None
+    """The piece of a map or queue whose code raised too often, and the node that tried it last."""
+    node: str = ""
 
 
 class NodeRecord(Record, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from taskgraph.channels import Inputs, Outputs
 from taskgraph.device.api import Device
-from taskgraph.epoch import Epoch, Scratch
+from taskgraph.epoch import Epoch, MapCall, Scratch
 from taskgraph.errors import GraphError, JobError, TableError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor, name_of
@@ -203,6 +203,17 @@ class _StandaloneWork:
 
     def table(self, epoch: Epoch, name: str) -> NoReturn:
         raise TableError(f"table({name!r}): a processor alone has no tables: test it with tg.testing.run")
+
+    def map(self, epoch: Epoch, call: MapCall) -> NoReturn:
+        raise GraphError(f"map({call.tag!r}): a processor alone composes nothing: test it with tg.testing.run")
+
+    def queue(self, epoch: Epoch, name: str) -> NoReturn:
+        raise GraphError(f"queue({name!r}): a processor alone has no queues: test it with tg.testing.run")
+
+    def kept_results(self, tag: str) -> dict[int, Any]:
+        return {}
+
+    node_name = ""
 
     def allocate(self, nbytes: int) -> Block | None:
         return None

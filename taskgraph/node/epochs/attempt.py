@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from taskgraph.channels import Inputs, Outputs
-from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Scratch, place_text
+from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, MapCall, QueueState, Scratch, place_text
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
 from taskgraph.node.epochs.activity import Activity
@@ -31,11 +31,14 @@ from taskgraph.observe.trace import clock
 from taskgraph.protocol.cycles import HANDLER
 from taskgraph.protocol.messages import Call, Encoded, Reason, Reply, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
+from taskgraph.queues.composing import map_pieces, queue_state
 from taskgraph.shape import is_stateless
 from taskgraph.tables.client import open_table
 
 if TYPE_CHECKING:
+    from taskgraph.node.epochs.dealing import Dealers
     from taskgraph.node.epochs.term import Term
+    from taskgraph.queues.pieces import Result
     from taskgraph.tables.interface import EpochTable
 
 __all__ = ["Attempt"]
@@ -76,6 +79,7 @@ class Attempt:
         "cancelled",
         "committed",
         "composing",
+        "dealers",
         "device",
         "finished",
         "finishing",
@@ -130,6 +134,7 @@ class Attempt:
         self.put_bytes = 0  # bytes of items, each value once
         self.snapshot_bytes = 0
         self._mailbox: Mailbox | None = None  # made when needed
+        self.dealers: Dealers | None = None  # of the maps whose pieces this task deals
         self.numbers: dict[str, float] = {}
         self.finishing = False
         self.recording = recording
@@ -374,6 +379,7 @@ class Attempt:
         if self._mailbox is not None:
             self._mailbox.drop()
             self._mailbox = None  # they refer to each other
+        self.dealers = None
 
     # -- `Work`: for user code, in any thread -----------------------------------------------------
 
@@ -404,6 +410,20 @@ class Attempt:
 
     def table(self, epoch: Epoch, name: str) -> EpochTable:
         return open_table(epoch, name, self.replica.job)
+
+    def map(self, epoch: Epoch, call: MapCall) -> None:
+        map_pieces(epoch, call, self.replica.job)
+
+    def queue(self, epoch: Epoch, name: str) -> QueueState:
+        return queue_state(epoch, name)
+
+    def kept_results(self, tag: str) -> dict[int, Result]:
+        committed = self.replica.boundaries.committed
+        return self.replica.kept_results.of(tag, self.number, committed.stamp.epoch if committed is not None else 0)
+
+    @property
+    def node_name(self) -> str:
+        return self._primary.node.name
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:

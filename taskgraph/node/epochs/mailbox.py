@@ -18,12 +18,14 @@ from taskgraph.epoch import Epoch, PureEpoch, place_text
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
+from taskgraph.node.epochs.dealing import deal
 from taskgraph.node.epochs.pure import PureWatch
 from taskgraph.node.epochs.recording import Step
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.node.usercode.errors import definition_text
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
 from taskgraph.protocol.sums import Conflict
+from taskgraph.queues.plan import DEAL
 
 if TYPE_CHECKING:
     from taskgraph.node.epochs.attempt import Attempt
@@ -155,6 +157,8 @@ class Mailbox:
         """Runs the handler once for a request; returns the same reply to each copy of it."""
         attempt = self._attempt
         handler = attempt.replica.shape.handlers.get(message.method)
+        if handler is None and message.method == DEAL:
+            return await asyncio.shield(self._pure_answer(message, DEAL))
         if handler is None:
             known = ", ".join(repr(name) for name in attempt.replica.shape.handlers) or "none"
             raise Refused(Reason.NOT_OFFERED, f"it handles: {known}; add @tg.handles({message.method!r})")
@@ -184,7 +188,8 @@ class Mailbox:
         answer = self._pure.get(key)
         if answer is None:
             attempt.check_open()
-            answer = self._pure[key] = attempt.spawn(self._run_request(message, method_name, pure=True))
+            work = deal(attempt, message) if method_name == DEAL else None
+            answer = self._pure[key] = attempt.spawn(work or self._run_request(message, method_name, pure=True))
             answer.add_done_callback(lambda _: self._pure.pop(key, None))
         return answer
 

@@ -20,6 +20,7 @@ from taskgraph.node.epochs.differing import Digests, changed_names, digests, rea
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
+from taskgraph.queues.plan import DEAL
 
 __all__ = ["RecordedReply", "Recording", "RequestKind", "SharedItem", "SideEffects", "Step", "side_effects_of"]
 
@@ -132,6 +133,10 @@ class Recording:
 
     def wrap(self, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps user code so that `step` is recorded when the code begins, maybe after a wait for its turn."""
+        if isinstance(function, partial) and getattr(function.func, "__taskgraph_internal__", False):
+            with self._lock:
+                self.steps.append(step)
+            return function
         if is_async(function):
 
             @functools.wraps(function)
@@ -169,7 +174,8 @@ class Recording:
     def note_request(self, kind: RequestKind, value: Encoded) -> Callable[[Encoded], None]:
         """Notes a request. Returns a function to be called with the reply."""
         sent = self._loop.time()
-        self.requests[(kind, value.digest)] += 1
+        if kind[2] != DEAL:
+            self.requests[(kind, value.digest)] += 1
 
         def replied(reply: Encoded) -> None:
             found = RecordedReply(value.digest, reply, self._loop.time() - sent)

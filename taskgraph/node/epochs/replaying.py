@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from taskgraph.channels import Inputs, Outputs
-from taskgraph.epoch import AttemptEnded, Epoch, Scratch, place_text
+from taskgraph.epoch import AttemptEnded, Epoch, MapCall, QueueState, Scratch, place_text
 from taskgraph.errors import StateError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
@@ -27,6 +27,9 @@ from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded
+from taskgraph.queues.composing import map_pieces, queue_state
+from taskgraph.queues.pieces import Result
+from taskgraph.queues.plan import DEAL
 from taskgraph.tables.client import open_table
 from taskgraph.tables.interface import EpochTable
 
@@ -233,6 +236,19 @@ class Replay:
     def table(self, epoch: Epoch, name: str) -> EpochTable:
         return open_table(epoch, name, self.fresh.job)
 
+    def map(self, epoch: Epoch, call: MapCall) -> None:
+        map_pieces(epoch, call, self.fresh.job)
+
+    def queue(self, epoch: Epoch, name: str) -> QueueState:
+        return queue_state(epoch, name)
+
+    def kept_results(self, tag: str) -> dict[int, Result]:
+        return {}
+
+    @property
+    def node_name(self) -> str:
+        return ""
+
     def allocate(self, nbytes: int) -> Block | None:
         return None  # only digests are compared
 
@@ -244,6 +260,9 @@ class Replay:
 
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
         future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
+        if method == DEAL:  # who computes what differs each time: the last answer says what counts of this task
+            future.set_result(self._replies[(where, to, method)][-1].value)
+            return future
         with self._lock:
             self._requests[((where, to, method), value.digest)] += 1
             reply = self._take_reply((where, to, method), value.digest)

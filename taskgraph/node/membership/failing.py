@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from taskgraph.driver.loading import place_of
-from taskgraph.errors import TaskGraphError, error_text
+from taskgraph.errors import PieceFailed, TaskGraphError, error_text
 from taskgraph.hints import hint
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.fatal import Fatal
@@ -38,7 +38,10 @@ def failure_record(
     if isinstance(error, UserCodeError):
         inner, where, traceback = error.error, error.where, error.traceback_text
         epoch = epoch if error.epoch is None else error.epoch
-    if isinstance(inner, TaskGraphError):
+    piece, of_piece = None, ""
+    if isinstance(inner, PieceFailed):
+        reason, traceback, piece, of_piece = str(inner.args[0]), inner.traceback, inner.piece, inner.node
+    elif isinstance(inner, TaskGraphError):
         reason, traceback = f"{inner}{place_of(inner)}", ""
     else:
         place = [f"task {task}"] if task is not None else []
@@ -53,6 +56,8 @@ def failure_record(
         epoch=epoch,
         where=where,
         traceback=_readable(traceback)[-_MAX_TRACEBACK:].decode(errors="ignore"),  # the end says more than the middle
+        piece=piece,
+        node=of_piece,
         writer=writer,
     )
 

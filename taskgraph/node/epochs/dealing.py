@@ -1,0 +1,102 @@
+"""The dealers of the maps of one attempt, on the task that deals: task 0, or the service of a named queue.
+
+Asks are no requests with effects, so they are in no sum: what counts is what the results' channels bring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from taskgraph.errors import Refused
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.messages import Answer, Reason, Request
+from taskgraph.queues.dealer import Dealer
+from taskgraph.queues.plan import plan_of_values
+from taskgraph.queues.service import QueueTask
+
+if TYPE_CHECKING:
+    from taskgraph.node.replica import Replica
+    from taskgraph.protocol.messages import Stamp
+
+__all__ = ["Dealers", "deal"]
+
+_WAIT_S: Final = 1.0
+"""A task that waits for a piece is answered after this time at the latest."""
+
+
+class DealingAttempt(Protocol):
+    """The attempt of the task that deals."""
+
+    stamp: Stamp
+    replica: Replica
+    term: int
+    cancelled: bool
+    dealers: Dealers | None
+
+
+class Dealers:
+    """The dealers of one attempt, by the tag of their map."""
+
+    def __init__(self, attempt: DealingAttempt) -> None:
+        self._attempt = attempt
+        self._dealers: dict[str, tuple[Dealer, int, int | None]] = {}
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def answer(self, message: Request) -> dict[str, Any]:
+        """Answers an ask. It waits while there is nothing to do, and pieces are not finished."""
+        attempt, loop = self._attempt, asyncio.get_running_loop()
+        ask = decode(message.value)
+        known = self._dealers.get(ask["map"])
+        if known is None:
+            known = self._dealers[ask["map"]] = self._dealer(ask), ask["count"], ask["upto"]
+        dealer, count, upto = known
+        if (count, upto) != (ask["count"], ask["upto"]):
+            return {"refused": _differs(ask, count, upto)}
+        news = len(ask["finished"]) or ask["failed"] or ask["whole"]
+        while True:
+            found = dealer.answer(message.sender, message.sender_term, ask, loop.time())
+            if news:
+                self._wake()
+                news = False
+            if found is not None:
+                return found
+            late = dealer.ledger.next_late()
+            await self._wait(_WAIT_S if late is None else min(_WAIT_S, max(0.0, late - loop.time()) + 0.001))
+            if attempt.cancelled:
+                raise Refused(Reason.ATTEMPT_GONE, "the attempt is over")
+
+    def _dealer(self, ask: dict[str, Any]) -> Dealer:
+        attempt = self._attempt
+        task, job = attempt.replica.user_task, attempt.replica.job
+        if isinstance(task, QueueTask):
+            plan = task.plan(ask["upto"], job.seed)
+        else:
+            plan = plan_of_values(ask["count"], ask["upto"])
+        return Dealer(plan, attempt.term, job.tasks)
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
+
+    async def _wait(self, within_s: float) -> None:
+        woken = asyncio.get_running_loop().create_future()
+        self._waiting.append(woken)
+        await asyncio.wait([woken], timeout=within_s)
+
+
+def _differs(ask: dict[str, Any], count: int, upto: int | None) -> str:
+    return (
+        f"map({ask['map']!r}) has {ask['count']} pieces and upto={ask['upto']}, but {count} pieces and upto={upto} on "
+        f"another task: all tasks give the same pieces and upto"
+    )
+
+
+async def deal(attempt: DealingAttempt, message: Request) -> Answer:
+    """Answers an ask for pieces."""
+    if attempt.dealers is None:
+        attempt.dealers = Dealers(attempt)
+    found = await attempt.dealers.answer(message)
+    return Answer(attempt.stamp, attempt.term, True, encode(found, what="pieces"))

@@ -1,0 +1,140 @@
+"""Deals the pieces of one epoch to the tasks that ask. Pure: the caller has the clock and the messages.
+
+An *ask* says what its sender has finished since the last one (or all of it: `whole`), and how many pieces it wants to
+have. The answer says which pieces it has now. Both may come twice, or be lost: the next ask gets the same answer.
+
+    a task asks in a new term     its predecessor died: the pieces and results of that one are open again
+    the dealer is another one     it answers `again`, and the task sends all that it has
+    all pieces are finished       the answer says which results each task sends on: those, and no others
+
+A result that comes late, since another task had its piece, too, is in no answer, and so goes nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.protocol.dealing import Ledger, Ticket, Verdict
+from taskgraph.queues.plan import Plan
+
+__all__ = ["Dealer", "Set"]
+
+_SHARES: Final = 2
+"""A task gets at most the open pieces, divided by this times the number of tasks, at a time. So the chunks become
+smaller towards the end, and no task is far behind the others then (guided self-scheduling, Polychronopoulos & Kuck
+1987)."""
+
+Set = tuple[str, str]
+"""The traceback of a piece that was set aside, and the node that tried it last."""
+
+
+class _Failure(NamedTuple):
+    """A piece for which the job fails."""
+
+    place: int
+    text: str
+    node: str
+
+
+class Dealer:
+    """The dealer of one epoch's pieces, which it knows by their place in the plan.
+
+    Args:
+        term: of the task that deals.
+        tasks: how many tasks compute pieces.
+
+    Attributes:
+        ledger: of the pieces; the holders are task ids.
+    """
+
+    def __init__(self, plan: Plan, term: int, tasks: int) -> None:
+        self._plan = plan
+        self._term = term
+        self._tasks = tasks
+        self._terms: dict[int, int] = {}
+        self._mine: dict[int, list[int]] = {}
+        self._aside: dict[int, tuple[int | None, Set]] = {}  # piece -> the task that sends it on
+        self._failure: _Failure | None = None
+        self.ledger = Ledger(len(plan.pieces), attempts=plan.attempts, on_error=plan.on_error, straggler=plan.straggler)
+
+    def answer(self, task: int, term: int, ask: Mapping[str, Any], now: float) -> dict[str, Any] | None:
+        """Returns the answer to an ask; None: there is nothing to do yet, ask again after a change."""
+        self._meet(task, term)
+        if not ask["whole"] and ask["known"] != self._term:
+            return {"term": self._term, "again": True}
+        self._take_finished(task, ask["finished"], now)
+        for index, attempt, text, node in ask["failed"]:
+            self._take_error(task, Ticket(0, index, attempt), text, node)
+        if self._failure is not None:
+            place, text, node = self._failure
+            return {"term": self._term, "failed": [*self._plan.pieces[place], text, node]}
+        if not self.ledger.unfinished:
+            return self._last_answer(task)
+        mine = self._top_up(task, ask["most"], now)
+        if not mine and ask["waits"]:
+            return None
+        return {"term": self._term, "pieces": self._rows(mine, attempts=True)}
+
+    def _meet(self, task: int, term: int) -> None:
+        """Opens the pieces of a predecessor that died."""
+        known = self._terms.get(task)
+        self._terms[task] = term
+        if known is None or known == term:
+            return
+        self.ledger.lose(str(task))
+        self._mine.pop(task, None)
+        for index, (owner, what) in self._aside.items():
+            if owner == task:
+                self._aside[index] = None, what
+
+    def _take_finished(self, task: int, finished: NDArray[np.int64], now: float) -> None:
+        holder, given = str(task), [int(index) for index in finished if 0 <= index < len(self._plan.pieces)]
+        strange = [index for index in given if not self.ledger.has(holder, Ticket(0, index, 0))]
+        self.ledger.claim(holder, 0, strange, now)
+        for index in given:
+            self.ledger.finish(holder, Ticket(0, index, 0), now)
+
+    def _take_error(self, task: int, ticket: Ticket, text: str, node: str) -> None:
+        verdict = self.ledger.fail(str(task), ticket, text)
+        if verdict is Verdict.SET_ASIDE:
+            self._aside[ticket.piece] = task, (text, node)
+        elif verdict is Verdict.FAIL_JOB:
+            self._failure = _Failure(ticket.piece, text, node)
+
+    def _top_up(self, task: int, most: int, now: float) -> list[int]:
+        """Deals pieces to a task, so that it has up to `most`. Returns all that it has."""
+        holder = str(task)
+        mine = [index for index in self._mine.get(task, ()) if self.ledger.has(holder, Ticket(0, index, 0))]
+        share = self.ledger.open // (_SHARES * self._tasks)
+        if (wanted := min(most - len(mine), share if mine else max(1, share))) > 0:
+            mine += [ticket.piece for ticket in self.ledger.deal(holder, wanted, now)]
+        self._mine[task] = mine
+        return mine
+
+    def _last_answer(self, task: int) -> dict[str, Any]:
+        aside = []
+        for index, (owner, what) in self._aside.items():
+            if owner in (None, task):
+                self._aside[index] = task, what
+                aside.append([index, *self._plan.pieces[index], *what])
+        return {
+            "term": self._term,
+            "over": True,
+            "count": len(self._plan.pieces),
+            "results": self._rows(ticket.piece for ticket in self.ledger.finished(str(task))),
+            "aside": aside,
+            "left": self._plan.left,
+            "queue_over": self._plan.over,
+        }
+
+    def _rows(self, indexes: Iterable[int], *, attempts: bool = False) -> NDArray[np.int64]:
+        """Returns a row for each piece: its place in the plan, its pass, its number, and maybe its attempt."""
+        rows: list[Sequence[int]] = []
+        for index in indexes:
+            row = (index, *self._plan.pieces[index])
+            rows.append((*row, self.ledger.errors_of(0, index)) if attempts else row)
+        return np.array(rows, np.int64).reshape(len(rows), 4 if attempts else 3)

@@ -1,0 +1,55 @@
+"""The pieces of one epoch, and how they are dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from taskgraph.protocol.dealing import Ledger
+
+__all__ = ["DEAL", "Plan", "plan_of", "plan_of_values"]
+
+DEAL = "taskgraph.deal"
+"""The method by which the processors of a map ask their dealer. No handler of a user has such a name, with a dot."""
+
+
+class Plan(NamedTuple):
+    """What an epoch computes: the same in every attempt, as it depends on the committed ledger alone.
+
+    Attributes:
+        pieces: (pass, piece) of each, in the order in which they are dealt. They are known by their place in it.
+        attempts, on_error, straggler: as in `Ledger`.
+        left: pieces of the queue that are left after this epoch.
+        over: the queue is over after this epoch.
+    """
+
+    pieces: Sequence[tuple[int, int]]
+    attempts: int = 3
+    on_error: str = "fail"
+    straggler: float = 3.0
+    left: int = 0
+    over: bool = True
+
+
+def plan_of_values(count: int, upto: int | None) -> Plan:
+    """Returns the plan of a list of values."""
+    here = count if upto is None else min(count, upto)
+    return Plan([(0, piece) for piece in range(here)], left=count - here, over=here == count)
+
+
+def plan_of(ledger: Ledger, upto: int | None) -> Plan:
+    """Returns the plan of an epoch of a queue: the next `upto` pieces; None: the rest of the pass at work."""
+    later = Ledger.of(ledger.state())
+    most = ledger.open_in_pass if upto is None else upto
+    tickets = later.deal("", most, 0.0)
+    left = ledger.left - len(tickets)
+    over = ledger.over or (ledger.passes is not None and not left)
+    options = ledger.options
+    return Plan(
+        [(ticket.pass_number, ticket.piece) for ticket in tickets],
+        options.attempts,
+        options.on_error,
+        options.straggler,
+        left,
+        over,
+    )

@@ -1,0 +1,93 @@
+"""The task that has the ledger of a named queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from taskgraph.protocol.dealing import Ledger
+from taskgraph.queues.plan import Plan, plan_of
+from taskgraph.results import SET_ASIDE
+from taskgraph.shape import handles
+from taskgraph.task import Task
+
+if TYPE_CHECKING:
+    from taskgraph.channels import Inputs, Outputs
+    from taskgraph.epoch import Epoch
+
+__all__ = ["QueueTask"]
+
+
+class QueueTask(Task, state=["ledger_state"]):
+    """Counts the pieces of a queue, at its sync point: so in the decision that commits their results.
+
+    Args:
+        begin: makes the ledger before the first piece, from the seed of the job.
+        name: of the queue.
+
+    Attributes:
+        ledger_state: as `Ledger.state()`; None before the first piece counted.
+    """
+
+    def __init__(self, begin: Callable[[int], Ledger], name: str) -> None:
+        self.begin = begin
+        self.name = name
+        self.ledger_state: dict[str, Any] | None = None
+
+    def compose(self, epoch: Epoch) -> None:
+        epoch.scratch.counted = {}
+        epoch.processor(self.settle)
+
+    def ledger(self, seed: int) -> Ledger:
+        """Returns the committed ledger.
+
+        Args:
+            seed: of the job.
+        """
+        return self.begin(seed) if self.ledger_state is None else Ledger.of(self.ledger_state)
+
+    def plan(self, upto: int | None, seed: int) -> Plan:
+        """Returns the pieces of the epoch at work."""
+        return plan_of(self.ledger(seed), upto)
+
+    @handles("count")
+    async def count(self, epoch: Epoch, sender: int, payload: Mapping[str, Any]) -> None:
+        """Takes what a task sends on in this epoch: pass, number and rows of each piece; pieces set aside."""
+        epoch.scratch.counted[sender] = payload
+
+    @handles("left", pure=True)
+    async def left(self, epoch: Epoch, sender: int, payload: None) -> tuple[int, bool]:
+        """Returns the pieces left before this epoch, and whether the queue is over."""
+        ledger = self.ledger(epoch._work.seed)
+        return ledger.left, ledger.over
+
+    async def settle(self, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+        counted: dict[int, Mapping[str, Any]] = epoch.scratch.counted
+        if not counted:
+            return
+        ledger = self.ledger(epoch._work.seed)
+        _settle(ledger, [payload for _, payload in sorted(counted.items())])
+        self.ledger_state = ledger.state()
+
+    def result(self) -> Any:
+        """Returns the pieces that were set aside, for `JobResult.set_aside`; None: there is none."""
+        aside = [] if self.ledger_state is None else self.ledger_state["aside"]
+        return {SET_ASIDE: self.name, "pieces": aside} if aside else None
+
+
+def _settle(ledger: Ledger, counted: Sequence[Mapping[str, Any]]) -> None:
+    """Counts what the tasks sent on, pass after pass, since a pass opens when the one before has no open piece."""
+    rows: dict[int, dict[int, int]] = {}
+    aside: dict[int, dict[int, tuple[str, str]]] = {}
+    for payload in counted:
+        for e, piece, count in payload["done"].tolist():
+            rows.setdefault(e, {})[piece] = count
+        for e, piece, text, node in payload["aside"]:
+            aside.setdefault(e, {})[piece] = text, node
+    for e in sorted({*rows, *aside}):
+        done, failed = rows.get(e, {}), aside.get(e, {})
+        for ticket in ledger.claim("", e, done.keys(), 0.0):
+            ledger.count("", ticket, 0.0, done[ticket.piece])
+        for piece, (text, node) in failed.items():
+            for ticket in ledger.claim(node, e, [piece], 0.0):
+                ledger.put_aside(node, ticket, text)
