@@ -75,7 +75,17 @@ def test_result_without_reports() -> None:
 
 def test_json_is_standard() -> None:
     read = json.loads(FULL.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert list(read) == ["name", "status", "values", "reports", "epochs", "failovers", "restarts", "wall_s", "set_aside"]
+    assert list(read) == [
+        "name",
+        "status",
+        "values",
+        "reports",
+        "epochs",
+        "failovers",
+        "restarts",
+        "wall_s",
+        "set_aside",
+    ]
     assert read["values"] == {"0": [1, 2.5], "3": None}
     assert read["reports"] == [
         {"epoch": 4, "numbers": {"loss": 0.5, "gap": "inf"}, "by_task": {"0": {"loss": 0.5}, "2": {"gap": "inf"}}}
