@@ -1,9 +1,9 @@
 """k-means on whatever there is: written once in the array API, with CuPy on a node that has a GPU and numpy elsewhere.
 
 Points are drawn around a number of centers. Every task holds a share of them, on its device where it has one. In each
-epoch the root hands the centroids down a tree; every task assigns its points to the nearest one, and what is needed for
-the next centroids (sums, numbers, and the sum of squared distances) comes up the tree. It ends when no centroid moves
-any more: each is then the mean of the points that are nearest to it, and close to one of the centers.
+epoch task 0 hands the centroids down a tree; every task assigns its points to the nearest one, and what is needed for
+the next centroids (sums, numbers, and the sum of squared distances) is added up the tree. It ends when no centroid
+moves any more: each is then the mean of the points that are nearest to it, and close to one of the centers.
 
     pip install 'taskgraph-aio[embedded,cuda12]'           # or without cuda12: the same on CPUs
     taskgraph run examples/gpu_kmeans.py --nodes 4         # several GPUs: as many nodes
@@ -36,55 +36,18 @@ def draw(points: int, centers: int, dimensions: int, task_id: int, tasks: int) -
     return middle[around] + random.normal(size=(len(around), dimensions)), around
 
 
-class Worker(tg.Task):
-    """Holds a share of the points. Any task but the root: hands the centroids down, and the sums of its subtree up."""
+class Means(tg.Task, state=["centroids"]):
+    """Holds a share of the points. Task 0 keeps the centroids."""
 
-    def __init__(self, points: int, centers: int, dimensions: int) -> None:
+    def __init__(self, points: int, centers: int, dimensions: int, tolerance: float) -> None:
         self.shape = points, centers, dimensions
+        self.tolerance = tolerance
 
     def setup(self) -> None:
         mine, _ = draw(*self.shape, self.task_id, self.tasks)
         self.points = self.xp.asarray(mine)
         self.squares = self.xp.sum(self.points * self.points, axis=1)
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.relay, inbound={"centroids": "parents"}, outbound={"centroids": "children"})
-        epoch.processor(self.add, inbound={"centroids": "parents", "sums": "children"}, outbound={"sums": "parents"})
-
-    def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("centroids", ins["centroids"])
-
-    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("sums", self.sums(self.xp.asarray(ins["centroids"]), ins))
-
-    def sums(self, centroids: Array, ins: tg.Inputs) -> tuple[Array, Array, Array]:
-        """Over all points of the subtree, by nearest centroid: their sum and number; and all squared distances."""
-        xp = self.xp
-        distances = self.distances(centroids)
-        nearest = xp.argmin(distances, axis=1)
-        own = xp.where(nearest[None, :] == xp.arange(centroids.shape[0])[:, None], xp.asarray(1.0), 0.0)
-        total = own @ self.points, xp.sum(own, axis=1), xp.sum(xp.min(distances, axis=1))
-        for part in ins.all("sums").values():  # in the order declared, never of arrival: the same in every run
-            add = [xp.asarray(array) for array in part]  # a task on a node of the other kind sent numpy's
-            total = total[0] + add[0], total[1] + add[1], total[2] + add[2]
-        return total
-
-    def distances(self, centroids: Array) -> Array:
-        """Squared, of every point to every centroid: most of the work, and it is one product of matrices."""
-        products = self.points @ centroids.T
-        return self.squares[:, None] - 2.0 * products + self.xp.sum(centroids * centroids, axis=1)[None, :]
-
-
-class Root(Worker, state=["centroids"]):
-    """Task 0: keeps the centroids."""
-
-    def __init__(self, points: int, centers: int, dimensions: int, tolerance: float) -> None:
-        super().__init__(points, centers, dimensions)
-        self.tolerance = tolerance
-
-    def setup(self) -> None:
-        super().setup()
-        self.centroids = self.spread_out()
+        self.centroids = self.spread_out() if self.task_id == 0 else None
 
     def spread_out(self) -> Array:
         """Points to begin with: each the farthest from all before it, so that no two are of one center."""
@@ -95,16 +58,30 @@ class Root(Worker, state=["centroids"]):
             chosen.append(self.points[int(xp.argmax(nearest)), :])
         return xp.stack(chosen)
 
+    def distances(self, centroids: Array) -> Array:
+        """Squared, of every point to every centroid: most of the work, and it is one product of matrices."""
+        products = self.points @ centroids.T
+        return self.squares[:, None] - 2.0 * products + self.xp.sum(centroids * centroids, axis=1)[None, :]
+
     def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.publish, outbound={"centroids": "children"})
-        epoch.processor(self.step, inbound={"sums": "children"})  # no outbound: a sync point, where state may change
+        epoch.broadcast("centroids", self.publish)
+        epoch.reduce("sums", self.sums, self.step, inbound=("centroids",))
 
-    def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("centroids", self.centroids)
+    def publish(self, epoch: tg.Epoch, ins: tg.Inputs) -> Array:
+        return self.centroids
 
-    def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    def sums(self, epoch: tg.Epoch, ins: tg.Inputs) -> tuple[Array, Array, Array]:
+        """Over the task's points, by nearest centroid: their sum and number; and all squared distances."""
+        xp = self.xp
+        centroids = xp.asarray(ins["centroids"])  # a task on a node of the other kind sent numpy's
+        distances = self.distances(centroids)
+        nearest = xp.argmin(distances, axis=1)
+        own = xp.where(nearest[None, :] == xp.arange(centroids.shape[0])[:, None], xp.asarray(1.0), 0.0)
+        return own @ self.points, xp.sum(own, axis=1), xp.sum(xp.min(distances, axis=1))
+
+    def step(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:  # a sync point of task 0, where state may change
         xp, before = self.xp, self.xp.asarray(self.centroids)  # a predecessor on such a node kept them as numpy's
-        sums, numbers, squares = self.sums(before, ins)
+        sums, numbers, squares = (xp.asarray(array) for array in ins["sums"])
         numbers = numbers[:, None]
         centroids = xp.where(numbers > 0.0, sums / xp.maximum(numbers, 1.0), before)
         moved = float(xp.max(xp.abs(centroids - before)))
@@ -140,8 +117,7 @@ def gpu_kmeans(
         tasks=tasks,
         epochs=epochs,
         backups=backups,
-        builder=lambda task_id: Root(*shape, tolerance) if task_id == 0 else Worker(*shape),
-        topology=tg.tree(fanout=2),
+        builder=lambda _: Means(*shape, tolerance),
         requires_gpu=requires_gpu,
     )
 

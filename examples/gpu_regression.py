@@ -1,7 +1,7 @@
 """Logistic regression by Newton's method, in the array API: CuPy on a node that has a GPU, numpy elsewhere.
 
 Rows are drawn with known coefficients. Every task holds a share of them, on its device where it has one. In each epoch
-the root hands the coefficients down a tree; gradient, curvature (a matrix) and loss over all rows come up, and the root
+task 0 hands the coefficients down a tree; gradient, curvature (a matrix) and loss over all rows are added up, and it
 solves for the next coefficients. A handful of epochs finds the maximum of the likelihood. In the end it tells how far
 that is from the coefficients the rows were drawn with, in standard errors.
 
@@ -24,7 +24,6 @@ import taskgraph as tg
 
 #: Of numpy on a node without a device, of CuPy on one with it.
 Array = Any
-Sums = tuple[Array, Array, Array]
 
 
 def true_coefficients(columns: int) -> NDArray[Any]:
@@ -41,64 +40,40 @@ def draw(rows: int, columns: int, task_id: int, tasks: int) -> tuple[NDArray[Any
     return x, np.where(random.random(len(x)) < likely, 1.0, 0.0)
 
 
-class Worker(tg.Task):
-    """Holds a share of the rows. Any task but the root: hands coefficients down, and the sums of its subtree up."""
+class Regression(tg.Task, state=["weights", "curvature"]):
+    """Holds a share of the rows. Task 0 keeps the coefficients, and solves for the next ones."""
 
-    def __init__(self, rows: int, columns: int) -> None:
+    def __init__(self, rows: int, columns: int, tolerance: float) -> None:
         self.shape = rows, columns
+        self.tolerance = tolerance
 
     def setup(self) -> None:
         x, y = draw(*self.shape, self.task_id, self.tasks)
         self.x, self.y = self.xp.asarray(x), self.xp.asarray(y)
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.relay, inbound={"weights": "parents"}, outbound={"weights": "children"})
-        epoch.processor(self.add, inbound={"weights": "parents", "sums": "children"}, outbound={"sums": "parents"})
-
-    def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("weights", ins["weights"])
-
-    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("sums", self.sums(self.xp.asarray(ins["weights"]), ins))
-
-    def sums(self, weights: Array, ins: tg.Inputs) -> Sums:
-        """Over all rows of the subtree: gradient and second derivatives of the loss at `weights`, and the loss."""
-        xp = self.xp
-        score = self.x @ weights
-        likely = 1.0 / (1.0 + xp.exp(-score))
-        curved = self.x.T @ (self.x * (likely * (1.0 - likely))[:, None])
-        # log(1 + exp(score)), without an overflow where the score is large
-        losses = xp.maximum(score, 0.0) + xp.log1p(xp.exp(-xp.abs(score))) - self.y * score
-        total = self.x.T @ (likely - self.y), curved, xp.sum(losses)
-        for part in ins.all("sums").values():  # in the order declared, never of arrival: the same in every run
-            add = [xp.asarray(array) for array in part]  # a task on a node of the other kind sent numpy's
-            total = total[0] + add[0], total[1] + add[1], total[2] + add[2]
-        return total
-
-
-class Root(Worker, state=["weights", "curvature"]):
-    """Task 0: keeps the coefficients, and solves for the next ones."""
-
-    def __init__(self, rows: int, columns: int, tolerance: float) -> None:
-        super().__init__(rows, columns)
-        self.tolerance = tolerance
-
-    def setup(self) -> None:
-        super().setup()
         columns = self.shape[1]
         self.weights = self.xp.zeros(columns)
         self.curvature = self.xp.zeros((columns, columns))
 
     def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.publish, outbound={"weights": "children"})
-        epoch.processor(self.step, inbound={"sums": "children"})  # no outbound: a sync point, where state may change
+        epoch.broadcast("weights", self.publish)
+        epoch.reduce("sums", self.sums, self.step, inbound=("weights",))
 
-    def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("weights", self.weights)
+    def publish(self, epoch: tg.Epoch, ins: tg.Inputs) -> Array:
+        return self.weights
 
-    def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    def sums(self, epoch: tg.Epoch, ins: tg.Inputs) -> tuple[Array, Array, Array]:
+        """Over the task's rows: gradient and second derivatives of the loss at `weights`, and the loss."""
+        xp = self.xp
+        score = self.x @ xp.asarray(ins["weights"])  # a task on a node of the other kind sent numpy's
+        likely = 1.0 / (1.0 + xp.exp(-score))
+        curved = self.x.T @ (self.x * (likely * (1.0 - likely))[:, None])
+        # log(1 + exp(score)), without an overflow where the score is large
+        losses = xp.maximum(score, 0.0) + xp.log1p(xp.exp(-xp.abs(score))) - self.y * score
+        return self.x.T @ (likely - self.y), curved, xp.sum(losses)
+
+    def step(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:  # a sync point of task 0, where state may change
+        gradient, self.curvature, loss = (self.xp.asarray(array) for array in ins["sums"])
         weights = self.xp.asarray(self.weights)  # a predecessor on a node of the other kind kept them as numpy's
-        gradient, self.curvature, loss = self.sums(weights, ins)
         slope = float(self.xp.max(self.xp.abs(gradient))) / self.shape[0]
         epoch.report(loss=float(loss) / self.shape[0], slope=slope)
         if slope <= self.tolerance:
@@ -107,7 +82,9 @@ class Root(Worker, state=["weights", "curvature"]):
             # A right-hand side with two axes means the same to every version of every library.
             self.weights = weights - self.xp.linalg.solve(self.curvature, gradient[:, None])[:, 0]
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any] | None:
+        if self.task_id:
+            return None
         true = self.xp.asarray(true_coefficients(self.shape[1]))
         weights, curvature = self.xp.asarray(self.weights), self.xp.asarray(self.curvature)
         inverse = self.xp.linalg.inv(curvature)
@@ -138,8 +115,7 @@ def gpu_regression(
         tasks=tasks,
         epochs=epochs,
         backups=backups,
-        builder=lambda task_id: Root(rows, columns, tolerance) if task_id == 0 else Worker(rows, columns),
-        topology=tg.tree(fanout=2),
+        builder=lambda _: Regression(rows, columns, tolerance),
         requires_gpu=requires_gpu,
     )
 

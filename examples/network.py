@@ -4,9 +4,9 @@ This is how networks are trained on many machines. Every task has a shard of the
 own batch, and all step by the sum. No task is in the middle of it: each keeps one part of the weights, with what the
 optimizer (Adam) remembers of it. An epoch is one step:
 
-1. Each task puts its part of the weights to all (an all-gather).
-2. Each works out a gradient, cuts it up, and puts to every task what belongs to its part (a reduce-scatter).
-3. Each adds up what it got, in the order of the tasks, and changes its part: the sync point.
+1. Each task gets the weights of all (an all-gather).
+2. Each works out a gradient, and gets its part of the sum of all gradients (a reduce-scatter).
+3. Each changes its part of the weights: the sync point.
 
 So a task sends the weights once and a gradient once, however many tasks there are, and a backup holds a part only.
 
@@ -103,6 +103,14 @@ def right(weights: Array, hidden: int, points: int) -> float:
     return float(((run(weights, hidden, at)[-1][:, 0] > 0) == which).mean())
 
 
+def add(arrays: list[Array]) -> Array:
+    """The sum of arrays, in the order of a collective: halves, the first one the largest power of two."""
+    if len(arrays) == 1:
+        return arrays[0]
+    half = 1 << (len(arrays) - 1).bit_length() - 1
+    return add(arrays[:half]) + add(arrays[half:])
+
+
 def alone(tasks: int, epochs: int, hidden: int, points: int, size: int) -> Array:
     """The weights without any tasks: each batch by itself, since sums of floats depend on their order."""
     at, which = spirals(points)
@@ -110,7 +118,7 @@ def alone(tasks: int, epochs: int, hidden: int, points: int, size: int) -> Array
     mean = square = np.zeros_like(weights)
     for epoch in range(epochs):
         rows = [batch(epoch, task, tasks, points, size) for task in range(tasks)]
-        found = sum((gradient(weights, hidden, at[of], which[of])[1] for of in rows), np.zeros_like(weights))
+        found = add([gradient(weights, hidden, at[of], which[of])[1] for of in rows])
         weights, mean, square = adam(epoch, found / (tasks * size), weights, mean, square)
     return weights
 
@@ -124,33 +132,32 @@ class Part(tg.Task, state=["weights", "mean", "square"]):
     def setup(self) -> None:
         self.at, self.which = spirals(self.points)
         weights = first_weights(self.hidden)
-        self.parts = [tg.shard(len(weights), task, self.tasks) for task in range(self.tasks)]
-        self.weights = weights[self.parts[self.task_id]]
+        self.weights = weights[tg.shard(len(weights), self.task_id, self.tasks)]
         self.mean = self.square = np.zeros_like(self.weights)
 
     def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.publish, outbound={"weights": "all"})
-        epoch.processor(self.learn, inbound={"weights": "all"}, outbound={"gradient": "all", "loss": 0})
-        losses = {"loss": "all"} if self.task_id == 0 else {}
-        epoch.processor(self.step, inbound={"gradient": "all", **losses})
+        epoch.allgather("weights", self.publish)
+        epoch.reduce_scatter("gradient", self.learn, self.step, inbound=("weights",))
+        epoch.reduce("loss", self.loss, self.tell)
 
-    def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("weights", self.weights)
+    def publish(self, epoch: tg.Epoch, ins: tg.Inputs) -> Array:
+        return self.weights
 
-    def learn(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    def learn(self, epoch: tg.Epoch, ins: tg.Inputs) -> Array:
         weights = np.concatenate(list(ins.all("weights").values()))
         of = batch(epoch.number, self.task_id, self.tasks, self.points, self.size)
-        loss, found = gradient(weights, self.hidden, self.at[of], self.which[of])
-        outs.put("loss", loss)
-        for task, part in enumerate(self.parts):
-            outs.put("gradient", found[part], to=task)
+        epoch.scratch.loss, found = gradient(weights, self.hidden, self.at[of], self.which[of])
+        return found
 
-    def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        points = self.tasks * self.size
-        found = sum(ins.all("gradient").values()) / points  # in the order of the tasks, never of arrival
+    def step(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
+        found = ins["gradient"] / (self.tasks * self.size)
         self.weights, self.mean, self.square = adam(epoch.number, found, self.weights, self.mean, self.square)
-        if self.task_id == 0:
-            epoch.report(loss=sum(ins.all("loss").values()) / points)
+
+    def loss(self, epoch: tg.Epoch, ins: tg.Inputs) -> float:
+        return float(epoch.scratch.loss)
+
+    def tell(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:  # on task 0
+        epoch.report(loss=ins["loss"] / (self.tasks * self.size))
 
     def result(self) -> Array:
         return self.weights
@@ -173,7 +180,7 @@ def network(tasks: int = 4, epochs: int = 400, hidden: int = 16, points: int = 2
         raise ValueError(
             f"{points} points for {tasks} tasks: each task needs a point: take more points, or fewer tasks"
         )
-    return tg.Job(tasks=tasks, epochs=epochs, builder=lambda task_id: Part(hidden, points, size), topology=tg.full())
+    return tg.Job(tasks=tasks, epochs=epochs, builder=lambda _: Part(hidden, points, size))
 
 
 if __name__ == "__main__":
