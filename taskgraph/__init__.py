@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from taskgraph.sources.parquet import parquet
     from taskgraph.sources.text import lines
     from taskgraph.tables.interface import EpochTable
+    from taskgraph.tables.saved import read_table
     from taskgraph.tables.table import Table
     from taskgraph.task import BecameBackup, BecamePrimary, Event, NeighborFailed, NeighborRestarted, Task, shard
     from taskgraph.topology import Topology, bipartite, edges, full, grid, inverse, ring, star, tree
@@ -151,6 +152,7 @@ __all__ = [
     "map",
     "message",
     "parquet",
+    "read_table",
     "result",
     "ring",
     "run",
@@ -184,6 +186,7 @@ _MODULES = {
     "sources.parquet": ("parquet",),
     "sources.text": ("lines",),
     "tables.interface": ("EpochTable",),
+    "tables.saved": ("read_table",),
     "tables.table": ("Table",),
     "task": ("BecameBackup", "BecamePrimary", "Event", "NeighborFailed", "NeighborRestarted", "Task", "shard"),
     "topology": ("Topology", "bipartite", "edges", "full", "grid", "inverse", "ring", "star", "tree"),

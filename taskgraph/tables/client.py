@@ -16,6 +16,7 @@ from taskgraph.tables.interface import EpochTable
 from taskgraph.tables.merging import as_gradients, as_ids, server_of
 from taskgraph.tables.options import TableOptions, as_rate
 from taskgraph.tables.rows import Ids
+from taskgraph.tables.saved import check_saving, write_table
 
 if TYPE_CHECKING:
     from taskgraph.jobs import Job
@@ -26,6 +27,8 @@ Array = NDArray[Any]
 
 _COMPUTE, _PIECE = 0, 1
 """Kinds of pushes, the first part of their order."""
+
+_ROWS_AT_A_TIME = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,21 @@ class _OpenTable(EpochTable):
             for reply in replies:
                 reply.wait()
 
+    def save(self, url: str) -> None:
+        self._checked_place("save")
+        check_saving(url)
+        ids: list[Ids] = []
+        rows: list[Array] = []
+        asked, at = self._servers, 0
+        while asked:
+            replies = [ask_service(self._epoch, server, "rows", [at, _ROWS_AT_A_TIME]) for server in asked]
+            answers = [reply.wait() for reply in replies]
+            ids += [answer[0] for answer in answers]
+            rows += [answer[1] for answer in answers]
+            asked = [one for one, answer in zip(asked, answers, strict=True) if len(answer[0]) == _ROWS_AT_A_TIME]
+            at += _ROWS_AT_A_TIME
+        write_table(url, np.concatenate(ids), np.concatenate(rows))
+
     @property
     def lr(self) -> float:
         self._checked_place("lr")
@@ -77,6 +95,8 @@ class _OpenTable(EpochTable):
 
     @lr.setter
     def lr(self, value: float) -> None:
+        if self._epoch._held_pushes is not None:
+            raise TableError(f"{self._checked_place('lr')}: it is set outside pieces, which may be computed twice")
         rate = as_rate(value, f"{self._checked_place('lr')} = ...: it")
         for server in self._servers:
             ask_service(self._epoch, server, "set lr", rate)

@@ -51,6 +51,21 @@ class EpochTable(ABC):
             TableError: wrong ids, another shape or dtype, or a place where no message can be sent.
         """
 
+    @abstractmethod
+    def save(self, url: str) -> None:
+        """Writes the rows as of the epoch's beginning that somebody has pushed to, as a Parquet file: `tg.read_table`.
+
+        It asks all servers for all rows, and has them in memory: let one task do it. If the epoch begins again, it
+        writes again. The file is there whole or not at all. A coroutine cannot call it. Needs the extra `parquet`.
+
+        Args:
+            url: a path, or with the extra `checkpoint` a URL that fsspec knows.
+
+        Raises:
+            TableError: the URL names no place, or pyarrow is not installed.
+            OSError: the file cannot be written.
+        """
+
     @property
     @abstractmethod
     def lr(self) -> float:
