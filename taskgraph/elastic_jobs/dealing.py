@@ -16,7 +16,7 @@ A round begins at once if user code waits for a piece; `PACE_S` after the one be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import Merging, chained
@@ -68,9 +68,12 @@ class Dealing:
         tally: all pieces, if this worker begins with no copied state.
         what: tells these rounds from other ones; equal on all workers.
         gifts: takes what counts with pieces; None: nothing does.
+        keep: called before other workers hear of results.
     """
 
-    def __init__(self, progress: Progress, tally: Tally, what: str, gifts: Gifts | None = None) -> None:
+    def __init__(
+        self, progress: Progress, tally: Tally, what: str, gifts: Gifts | None, keep: Callable[[], None]
+    ) -> None:
         self.tally = tally
         node = progress.node
         self.hand = Hand(node.clock, progress.wait, lambda: node.post(self._look))
@@ -78,6 +81,7 @@ class Dealing:
         self._what = what.encode()
         self._named: Mapping[str, Any] = {}
         self._gifts = gifts
+        self._keep = keep
         self._changed = asyncio.Event()
         self._news = _Unconfirmed()
         self._ended_at = self._contributed_at = 0.0
@@ -185,7 +189,9 @@ class Dealing:
         assert view is not None
         holders = tuple(holder_of(name_of(entry.worker), entry.since) for entry in view.entries)
         self._news.holder = holders[view.workers.index(me)]
-        self._news.add(self.hand.take_finished())
+        if finished := self.hand.take_finished():
+            self._keep()
+            self._news.add(finished)
         wants, back = self.hand.wants(self._round_s)
         self._news.back += back
         news = self._news.news()

@@ -6,7 +6,7 @@ take, so equal bits are not promised; each piece counts once in each pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -29,6 +29,10 @@ __all__ = ["Pieces", "Shards"]
 R = TypeVar("R")
 
 
+def _keep_nothing() -> None:
+    """Results are of no interest here."""
+
+
 class RunOfShards(Protocol):
     """The interface of `run.Run`, for its shards."""
 
@@ -44,20 +48,26 @@ class Pieces:
         ledger: all pieces, if this worker begins with no copied state.
         what: tells this loop from others; equal on all workers.
         numbers: of the pieces, for seeds and errors; None: those of the ledger.
+        keep: called on the event loop before other workers hear of results.
 
     Attributes:
         at_work: the piece that user code computes; None: none.
     """
 
     def __init__(
-        self, run: RunOfShards, ledger: Ledger, what: str, numbers: Sequence[int] | NDArray[np.int64] | None = None
+        self,
+        run: RunOfShards,
+        ledger: Ledger,
+        what: str,
+        numbers: Sequence[int] | NDArray[np.int64] | None = None,
+        keep: Callable[[], None] = _keep_nothing,
     ) -> None:
         self.run = run
         self._numbers = range(ledger.pieces) if numbers is None else numbers
         self.at_work: Ticket | None = None
         progress, named = run.progress, run.named
         check_parameters(named)
-        self._dealing = Dealing(progress, Tally(ledger), what, run.gifts)
+        self._dealing = Dealing(progress, Tally(ledger), what, run.gifts, keep)
         progress.carried["shards"] = self._dealing
         number = progress.begin(named)
         if number is not None and progress.watch is not None:

@@ -31,8 +31,8 @@ def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, o
     compute, pieces = find(function), PieceFile(Path(folder))
     todo = np.load(Path(folder) / f"todo-{call}.npy")
     ledger = Ledger(len(todo), attempts=attempts, on_error=on_error)
-    dealt = Pieces(run, ledger, f"tg.map {call}", numbers=todo)
     writer = RecordWriter(Path(folder) / f"{call}-{run.worker}.results")
+    dealt = Pieces(run, ledger, f"tg.map {call}", numbers=todo, keep=writer.flush)
     try:
         while (ticket := dealt.next()) is not None:
             number = int(todo[ticket.piece])

@@ -2,8 +2,8 @@
 
     kind  piece  attempt  sizes of meta and buffers | digest | meta | buffers
 
-A writer has a file of its own, and writes each record at once. So a reader sees whole records, and perhaps the
-beginning of one at the end: the writer is at it, or died.
+A writer has a file of its own, and only appends to it. So a reader sees whole records, and perhaps the beginning of
+one at the end: the writer is at it, or died.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -18,13 +19,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from taskgraph.graph.values import decode, encode, verify
+from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["Kind", "PieceFile", "Record", "RecordReader", "RecordWriter", "packed", "write_pieces"]
 
 _HEAD: Final = struct.Struct("<BqIIQ16s")
 """Kind, piece, attempt, number of buffers, bytes of meta, digest; the sizes of the buffers follow."""
+_WHOLE_BYTES: Final = 1 << 18
+"""Records that wait take so much at most: larger ones are written at once."""
 _CHUNK_BYTES: Final = 1 << 22
 """A reader takes so much at a time."""
 
@@ -80,7 +83,7 @@ def _unpacked(data: memoryview, at: int) -> tuple[Record | None, int]:
 
 
 class RecordWriter:
-    """Appends records to a new file.
+    """Appends records to a file, in any thread. Small ones are written together, by `flush`.
 
     Raises:
         OSError: the disk is full, or the like.
@@ -88,14 +91,33 @@ class RecordWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._lock = threading.Lock()
+        self._waiting = bytearray()
 
     def write(self, record: Record) -> None:
-        """Writes a record: whole, unless the process dies meanwhile."""
-        data = memoryview(packed(record))
-        while data:
-            data = data[os.write(self._file, data) :]
+        """Writes a record, at the next `flush` at the latest."""
+        with self._lock:
+            if record.value.size_bytes >= _WHOLE_BYTES:
+                self._write(self._waiting + packed(record))
+                return
+            self._waiting += packed(record)
+        if len(self._waiting) >= _WHOLE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what waits. A reader sees it, also if this process dies afterwards."""
+        with self._lock:
+            if self._waiting:
+                self._write(self._waiting)
+
+    def _write(self, data: bytes | bytearray) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._waiting = bytearray()
 
     def close(self) -> None:
+        self.flush()
         os.close(self._file)
 
 
@@ -166,6 +188,6 @@ class PieceFile:
 
     def __getitem__(self, number: int) -> Any:
         record, _ = _unpacked(self._data, int(self._offsets[number]))
-        if record is None or not verify(record.value):
+        if record is None:
             raise OSError(f"piece {number} cannot be read: the file of the pieces was changed")
         return decode(record.value, writable=True)
