@@ -31,6 +31,7 @@ _SHOW_ALL = "--help-all"
 COMMANDS = {
     "Run": {
         "run": "running:run",
+        "map": "mapping:map_command",
         "submit": "submitting:submit",
         "launch": "joining:launch",
         "node": "joining:node",
@@ -58,6 +59,7 @@ COMMANDS = {
 """By group and name, the module and function of each command."""
 _HELP = {
     "run": "Run a job with nodes on this host and follow it to its end.",
+    "map": "Call a function with each line of a file, or each file, on nodes of this host.",
     "submit": "Submit a job to an etcd; with --on also start its nodes, on Slurm or Kubernetes.",
     "launch": "Start nodes on this host for a submitted job.",
     "node": "Run one node of a job in this process.",
@@ -253,7 +255,7 @@ def parser(words: Sequence[str] = (), *, driver: JobFunction[...] | None = None)
     _add_acting(add, launcher)
     _add_setting_up(add)
     for name, made in commands.choices.items():  # last, so that `--help` begins with the command's own options
-        if name != "certs":
+        if name not in ("certs", "map"):
             add_etcd_options(made)
     return top
 
@@ -306,6 +308,7 @@ def _add_running(add: Any, driver: JobFunction[...] | None, launcher: Launcher |
     run = add("run", of_driver=True)
     add_listen_options(run, "let nodes on other hosts join: listen on this address")
     _add_run_options(run, "node processes on this host (4); 0: all in this process, without etcd")
+    _add_map(add("map"))
     _add_submitting(add("submit", of_driver=True), launcher)
     launch = add("launch")
     without = _ONLY_JOB if driver is None else "without it: as run"
@@ -322,6 +325,22 @@ def _add_running(add: Any, driver: JobFunction[...] | None, launcher: Launcher |
     text = "a file that is there while the node's replicas, and those of its tasks, are in sync"
     node.add_argument("--ready-file", metavar="FILE", help=text)
     add_listen_options(node, "listen for nodes on other hosts, on this address")
+
+
+def _add_map(made: argparse.ArgumentParser) -> None:
+    made.add_argument("function", metavar="FUNCTION", help="MODULE:FUNCTION or FILE.py:FUNCTION; it takes a text")
+    which = made.add_mutually_exclusive_group(required=True)
+    which.add_argument("--lines", metavar="FILE", help="a piece is a line of this file; `-`: of standard input")
+    text = "a piece is the path of a file that matches, as '**/*.txt'; may be given again"
+    which.add_argument("--files", action="append", metavar="PATTERN", help=text)
+    made.add_argument("--nodes", type=int, default=4, metavar="N", help="node processes (4); 0: all in this process")
+    made.add_argument("--output", metavar="FILE", help="write the results to this file, when all are there")
+    made.add_argument(
+        "--attempts", type=int, default=3, metavar="N", help="so many errors in one piece are too many (3)"
+    )
+    made.add_argument("--set-aside", action="store_true", help="go on without pieces that fail too often")
+    made.add_argument("--resume", action="store_true", help="compute only what an earlier call lacks")
+    made.add_argument("--name", help="of the job, and of what --resume goes on from (that of the function)")
 
 
 def _add_looking(add: Any, launcher: Launcher | None) -> None:

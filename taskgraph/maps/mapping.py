@@ -223,7 +223,7 @@ class _Map:
             error = PieceFailed(text, piece=piece, node=node, traceback=traceback, job=self._name)
         done = int((~self._missing).sum())
         if done and (self._options.nodes or self._options.name):
-            error.add_note(f"{done} of {len(self._pieces)} pieces are done: resume=True computes the others")
+            error.add_note(f"{done} of {len(self._pieces)} pieces are done: resume=True (--resume) computes the others")
         raise error
 
 

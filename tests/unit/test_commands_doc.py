@@ -29,7 +29,7 @@ def options(made: argparse.ArgumentParser) -> set[str]:
 
 
 COMMANDS = commands()
-SHARED = set.intersection(*(options(made) for name, made in COMMANDS.items() if name != "certs"))
+SHARED = set.intersection(*(options(made) for name, made in COMMANDS.items() if name not in ("certs", "map")))
 
 
 def table() -> dict[str, set[str]]:
