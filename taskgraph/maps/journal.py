@@ -46,6 +46,13 @@ def maps_root() -> Path:
     return Path(state).expanduser() / "taskgraph" / "maps"
 
 
+def _make_private(folder: Path) -> None:
+    """Makes a directory, and those above it that are missing, for this user only."""
+    if not folder.is_dir():
+        _make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 class Journal:
     """The folder of one call.
 
@@ -75,7 +82,7 @@ class Journal:
             TaskGraphError: the directory cannot be written.
         """
         try:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(self._root)
             lock = self._stack.enter_context(locked(self._root / f"{self.name}.lock"))
         except OSError as error:
             why = f"{self._root} cannot be written ({error.strerror})"

@@ -224,7 +224,7 @@ class _Map:
         done = int((~self._missing).sum())
         if done and (self._options.nodes or self._options.name):
             error.add_note(f"{done} of {len(self._pieces)} pieces are done: resume=True (--resume) computes the others")
-        raise error
+        raise error.with_traceback(None)
 
 
 class _Running:

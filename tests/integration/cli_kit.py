@@ -142,7 +142,7 @@ class Cli:
         roots = (self.root / "run", self.root / "tmp")
         left = [str(path.relative_to(self.root)) for root in roots for path in root.rglob("*")]
         lasting = ("run/taskgraph", "run/taskgraph/jobs", "run/taskgraph/placed", "run/taskgraph/s")
-        kept = ("run/taskgraph/finished", "run/taskgraph/locks")
+        kept = ("run/taskgraph/finished", "run/taskgraph/locks", "run/taskgraph/maps")
         return [path for path in left if path not in lasting and not path.startswith(kept)]
 
     async def nothing_left(self) -> None:

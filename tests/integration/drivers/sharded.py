@@ -1,0 +1,53 @@
+"""An elastic job that counts, for each pass and piece of `run.shards`, how often it counted."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import taskgraph as tg
+
+
+class Counts:
+    """What counts so far, as a table keeps its rows."""
+
+    def __init__(self) -> None:
+        self.found: Counter[tuple[int, int]] = Counter()
+
+    def take(self, ticket: Any, *, counts: bool) -> Any:
+        return ticket.piece if counts else None
+
+    def counted(self, ticket: Any, gift: Any) -> None:
+        assert gift == ticket.piece
+        self.found[ticket.pass_number, ticket.piece] += 1
+
+    def captured(self) -> Any:
+        return [[*key, count] for key, count in self.found.items()]
+
+    def load(self, captured: Any) -> None:
+        self.found = Counter({(number, piece): count for number, piece, count in captured})
+
+    def digests(self) -> dict[str, bytes]:
+        return {}
+
+
+@tg.elastic
+def sharded(
+    run: tg.Run, pieces: int = 200, passes: int = 2, pause_s: float = 0.01, gate: str = "", hurry: str = ""
+) -> list[int]:
+    """Args:
+    gate: a worker has begun a piece once `{gate}-{worker}` is there, and goes on once `gate` is.
+    hurry: once this file is there, pieces take no time.
+    """
+    counts = Counts()
+    run.gifts = run.progress.carried["counts"] = counts
+    for _ in run.shards(range(pieces), passes=passes, shuffle=True):
+        if gate:
+            Path(f"{gate}-{run.worker}").touch()
+            while not Path(gate).exists():
+                time.sleep(0.005)
+        if not hurry or not Path(hurry).exists():
+            time.sleep(pause_s)
+    return [len(counts.found), max(counts.found.values())]
