@@ -41,7 +41,7 @@ class Run:
     Attributes:
         progress: where user code is.
         named: what `run.state` named: a `State`, an instance of a dataclass, or None.
-        gifts: what counts with the pieces of `run.shards`, beside user code's own; None: nothing does.
+        gifts: what counts with the pieces of `run.shards`, beside user code's own: what is pushed to tables.
         tables: those that `run.table` made.
     """
 
@@ -50,7 +50,7 @@ class Run:
         self.named: Any = None
         self.tables = Tables()
         self.log = logging.getLogger("taskgraph.user")
-        self.gifts: Gifts | None = None
+        self.gifts: Gifts | None = self.tables
         self._shards: Shards[Any] | None = None
         self._steps: Steps | None = None
         self._turns: Turns | None = None

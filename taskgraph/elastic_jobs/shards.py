@@ -17,6 +17,7 @@ from taskgraph.elastic_jobs.hand import Finished
 from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import capture, check_parameters
+from taskgraph.elastic_jobs.tables import Pushes, Tables
 from taskgraph.elastic_jobs.tally import Failure, Tally
 from taskgraph.errors import PieceFailed, StepError
 from taskgraph.graph.values import decode
@@ -39,6 +40,7 @@ class RunOfShards(Protocol):
     progress: Progress
     named: Any
     gifts: Gifts | None
+    tables: Tables
 
 
 class Pieces:
@@ -154,6 +156,7 @@ class Shards(Generic[R]):
             except Exception as error:
                 pieces.fail(error)
                 continue
+            self._run.tables.pushes = Pushes()
             self._rows = 1 if getattr(self._source, "whole", False) else len(content)
             return content  # type: ignore[no-any-return]
         raise StopIteration

@@ -4,10 +4,14 @@
 
 So a push counts when its part does. The rows that parts pull are those of the round's beginning. Rows, optimizers and
 the log of changed rows are those of tables in task graphs (`taskgraph.tables`).
+
+With `run.shards` the pushes of a piece travel with its result, and are applied on the event loop when the piece is
+counted, in the same order on all workers, while user code pulls in its thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +28,8 @@ from taskgraph.tables.store import Store
 
 if TYPE_CHECKING:
     import torch
+
+    from taskgraph.protocol.dealing import Ticket
 
 __all__ = ["Pushes", "RunTable", "Tables"]
 
@@ -74,6 +80,8 @@ def _summed(pushes: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
 class Tables:
     """All tables of a run.
 
+    The `Gifts` of `run.shards`, too: what counts with the pieces.
+
     Attributes:
         pushes: of the part or piece at work; None: nothing may be pushed.
         in_parts: user code takes parts.
@@ -100,6 +108,19 @@ class Tables:
         made = self._tables[name] = RunTable(self, name, options, seed)
         return made
 
+    def take(self, ticket: Ticket, *, counts: bool) -> Packed | None:
+        """User code has finished a piece: returns what it pushed, if that counts."""
+        pushes, self.pushes = self.pushes, None
+        if pushes is None or not counts:
+            return None
+        pushes.take_embedded(1.0, mean=False)
+        return pushes.packed() or None
+
+    def counted(self, ticket: Ticket, gift: Packed | None) -> None:
+        """A piece counts: changes the rows that it pushed to."""
+        if gift is not None:
+            self.apply([gift])
+
     def apply(self, pushed: Sequence[Packed], weight: float = 0.0) -> None:
         """Changes the rows that parts or pieces pushed to: each once, by the sum of its gradients.
 
@@ -107,17 +128,17 @@ class Tables:
             pushed: of each part, in the order in which they are summed.
             weight: the sum of the weights of all parts, for gradients that are means.
         """
-        sums: dict[str, list[tuple[Ids, Array]]] = {}
-        for name in self._tables:
-            for mean in (False, True):
-                found = [
-                    (ids, rows) for packed in pushed for table, m, ids, rows in packed if (table, m) == (name, mean)
-                ]
-                if found:
-                    ids, gradients = _summed(found)
-                    sums.setdefault(name, []).append((ids, gradients / weight if mean else gradients))
-        for name, found in sums.items():
-            self._tables[name].apply(*_summed(found))
+        found: dict[tuple[str, bool], list[tuple[Ids, Array]]] = {}
+        for packed in pushed:
+            for name, mean, ids, gradients in packed:
+                found.setdefault((name, mean), []).append((ids, gradients))
+        for name, table in self._tables.items():
+            pushes = found.get((name, False), [])
+            if means := found.get((name, True)):
+                ids, gradients = _summed(means)
+                pushes.append((ids, gradients / weight))
+            if pushes:
+                table.apply(*map(np.concatenate, zip(*pushes, strict=True)))
 
 
 class RunTable:
@@ -132,11 +153,13 @@ class RunTable:
         self._of = of
         self._seed = table_seed(seed, name)
         self._store = Store(options, self._seed)
+        self._lock = threading.Lock()  # of the store: user code pulls while pieces are counted on the event loop
         self._lr = options.lr
         self._digests: dict[int, tuple[Array, bytes]] = {}  # id of a block -> the block, its digest
 
     def pull(self, ids: ArrayLike | None = None) -> Array:
-        """Returns rows: in a part, as of the round's beginning.
+        """Returns rows: in a part, as of the round's beginning; in a piece of `run.shards`, as of the pieces that this
+        worker knows to be counted.
 
         Args:
             ids: int64, of shape (n,), in any order, also more than once. None: all rows of a table that has `rows`.
@@ -147,10 +170,14 @@ class RunTable:
         Raises:
             TableError: wrong ids.
         """
-        return self._store.pull(self._ids(ids, "pull"))
+        found = self._ids(ids, "pull")
+        with self._lock:
+            return self._store.pull(found)
 
     def push(self, ids: ArrayLike | None, gradients: ArrayLike) -> None:
         """Adds gradients, which count when the part does. After the round, each row is changed once, by their sum.
+
+        In a piece of `run.shards` they count with the piece, and each row is changed once for each piece.
 
         Args:
             ids: int64, of shape (n,); gradients of the same id are added up. None: all rows of a table that has `rows`.
@@ -166,6 +193,8 @@ class RunTable:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the rows of a tensor of ids. In a part, `part.backward` pushes their gradient, weighted as all are.
+
+        In a piece of `run.shards` the gradients that `loss.backward()` gives them are pushed when the piece ends.
 
         Args:
             ids: whole numbers, of any shape.
@@ -200,12 +229,9 @@ class RunTable:
         return len(self._store)
 
     def apply(self, ids: Ids, gradients: Array) -> None:
-        """Changes rows by the optimizer.
-
-        Args:
-            ids: each once.
-        """
-        self._store.push(ids, gradients, self._lr)
+        """Changes rows by the optimizer, each once, by the sum of its gradients in the order given."""
+        with self._lock:
+            self._store.push(ids, gradients, self._lr)
 
     @property
     def _title(self) -> str:
@@ -215,7 +241,7 @@ class RunTable:
         if self._of.pushes is None:
             raise TableError(
                 f"{self._title}.{call} outside a part: what all workers push alike could not be counted once; call it "
-                f"in `for part in step`"
+                f"in `for part in step`, or in a piece of run.shards"
             )
         return self._of.pushes
 

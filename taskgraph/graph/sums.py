@@ -76,7 +76,7 @@ class Sums:
     @property
     def nbytes(self) -> int:
         """The memory of the arrays and of what was collected."""
-        return sum(array.nbytes for array in self.arrays) + sum(value.size_bytes for value in self.collected.values())
+        return sum(array.nbytes for array in self.arrays) + self._collected_bytes
 
     @classmethod
     def zeros(cls, layout: Layout) -> Sums:
@@ -127,8 +127,12 @@ class Sums:
 
     @property
     def is_large(self) -> bool:
-        """True if an array is too large to be encoded, sent and added up on the event loop."""
-        return any(array.nbytes >= INLINE_BYTES for array in self.arrays)
+        """True if an array, or what was collected, is too large to be encoded, sent and added up on the event loop."""
+        return any(array.nbytes >= INLINE_BYTES for array in self.arrays) or self._collected_bytes >= INLINE_BYTES
+
+    @property
+    def _collected_bytes(self) -> int:
+        return sum(value.size_bytes for value in self.collected.values())
 
     def tree(self, views: Container[str] = (), allocate: Allocate | None = None) -> Any:
         """Makes the tree. Its arrays are copies.
@@ -317,13 +321,16 @@ def _unpacked_layout(packed: bytes) -> Layout:
     return layout
 
 
-def _packed_trees(collected: Mapping[int, Encoded]) -> dict[int, tuple[bytes, list[bytes], bytes]]:
+_Packed = tuple[bytes, list[NDArray[np.uint8]], bytes]
+
+
+def _packed_trees(collected: Mapping[int, Encoded]) -> dict[int, _Packed]:
     return {part: _packed(tree) for part, tree in collected.items()}
 
 
-def _packed(tree: Encoded) -> tuple[bytes, list[bytes], bytes]:
-    return bytes(tree.meta), [bytes(buffer) for buffer in tree.buffers], tree.digest
+def _packed(tree: Encoded) -> _Packed:
+    return bytes(tree.meta), [np.frombuffer(buffer, np.uint8) for buffer in tree.buffers], tree.digest
 
 
-def _unpacked(meta: bytes, buffers: Sequence[bytes], digest: bytes) -> Encoded:
-    return Encoded(meta, tuple(map(memoryview, buffers)), digest)
+def _unpacked(meta: bytes, buffers: Sequence[NDArray[np.uint8]], digest: bytes) -> Encoded:
+    return Encoded(meta, tuple(buffer.data for buffer in buffers), digest)

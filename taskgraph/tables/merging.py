@@ -89,10 +89,10 @@ def summed(ids: Ids, gradients: NDArray[Any]) -> tuple[Ids, NDArray[Any]]:
     Returns:
         The ids, each once, ascending, of shape (m,); and their sums, of shape (m, width).
     """
-    unique, place = np.unique(ids, return_inverse=True)
-    sums = np.zeros((len(unique), *gradients.shape[1:]), gradients.dtype)
-    if len(unique) == len(ids):
-        sums[place] += gradients
-    else:
-        np.add.at(sums, place, gradients)
+    unique, first, place = np.unique(ids, return_index=True, return_inverse=True)
+    sums = gradients[first] + gradients.dtype.type(0)  # -0.0 becomes 0.0, as in a sum
+    if len(unique) < len(ids):
+        again = np.ones(len(ids), np.bool_)
+        again[first] = False
+        np.add.at(sums, place[again], gradients[again])  # several times as slow for each row
     return unique, sums

@@ -203,3 +203,36 @@ def test_rate_that_depends_on_the_worker_is_found() -> None:
 
     with pytest.raises(tg.JobFailed, match=r"table 't'"):
         tg.testing.run(job_of(body))
+
+
+@tg.elastic
+def shards_counts(run: tg.Run, passes: int = 2) -> Any:
+    table = run.table("counts", 1, init="zeros", lr=1.0, dtype="float64")
+    shards, failed = run.shards(range(40), passes=passes, shuffle=True, attempts=50), set[int]()
+    for piece in shards:
+        before = table.pull([piece, 1000])
+        assert 0 <= before[0, 0] <= passes and 0 <= before[1, 0] <= 40 * passes
+        table.push([piece], [[-1.0]])
+        table.push([1000], [[-1.0]])
+        if piece % 7 == 3 and piece not in failed:
+            failed.add(piece)
+            shards.fail(ValueError("its pushes do not count"))
+    return table.pull([*range(40), 1000])
+
+
+@pytest.mark.parametrize("kills", [{}, {(0, 3): "part", (1, 10): "sums", (2, 20): "begin"}])
+@pytest.mark.parametrize("order", [0, 1])
+def test_pushes_of_shards_count_with_their_pieces(kills: dict[tuple[int, int], str], order: int) -> None:
+    found = tg.testing.run(shards_counts(), kills=kills, order=order, strict=False).value
+    assert found.tolist() == [[2.0]] * 40 + [[80.0]]
+
+
+def test_push_after_the_last_shard_is_an_error() -> None:
+    def body(run: tg.Run) -> None:
+        table = run.table("t", 1)
+        for piece in run.shards(range(3)):
+            table.push([piece], np.ones((1, 1), np.float32))
+        table.push([1], np.ones((1, 1), np.float32))
+
+    with pytest.raises(tg.JobFailed, match="outside a part"):
+        tg.run(job_of(body), nodes=0)
