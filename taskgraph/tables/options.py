@@ -9,11 +9,13 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Self, cast
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from taskgraph.errors import CheckpointError, TableError
 from taskgraph.options import check_fields
+from taskgraph.tables.merging import as_ids
 from taskgraph.tables.optimizers import OPTIMIZERS, Optimizer
-from taskgraph.tables.rows import INITS
+from taskgraph.tables.rows import INITS, Ids, first_rows, table_seed
 
 __all__ = ["TableOptions", "as_rate"]
 
@@ -102,6 +104,24 @@ class TableOptions:
         value = getattr(self, name)
         if not isinstance(value, str) or value not in choices:
             raise TableError(f"Table({name}={value!r}): must be one of {', '.join(map(repr, choices))}")
+
+    def first_rows(self, name: str, ids: ArrayLike, seed: int = 0) -> NDArray[Any]:
+        """Returns the values that rows have before anybody pushes to them, of shape (n, width).
+
+        Args:
+            name: of the table.
+            ids: int64, of shape (n,).
+            seed: of the job.
+
+        Raises:
+            TableError: wrong ids.
+        """
+        found = as_ids(ids, f"table {name!r}, first_rows", self.rows)
+        return self.made(found, table_seed(seed, name))
+
+    def made(self, ids: Ids, seed: int) -> NDArray[Any]:
+        """Makes first rows, as `first_rows`, from the table's own seed."""
+        return first_rows(ids, self.width, seed=seed, init=self.init, scale=self.scale, dtype=self.numpy_dtype)
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:

@@ -26,7 +26,7 @@ from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.tables.layout import Layout, block_of
 from taskgraph.tables.merging import server_of, summed
 from taskgraph.tables.options import TableOptions
-from taskgraph.tables.rows import Ids, first_rows
+from taskgraph.tables.rows import Ids
 
 __all__ = ["Segment", "Store", "select"]
 
@@ -152,14 +152,7 @@ class Store:
         new = np.flatnonzero(~known)
         if len(new):
             first = {
-                "rows": first_rows(
-                    ids[new],
-                    table.width,
-                    seed=self.seed,
-                    init=table.init,
-                    scale=table.scale,
-                    dtype=table.numpy_dtype,
-                ),
+                "rows": table.made(ids[new], self.seed),
                 **table.rule.first_slots(len(new), table.width, table.numpy_dtype),
             }
             for name in names:

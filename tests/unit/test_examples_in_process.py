@@ -27,6 +27,7 @@ ALL = [
     "alignment",
     "network",
     "search",
+    "matrix_factorization",
     "gpu_kmeans",
     "gpu_regression",
 ]
@@ -200,6 +201,21 @@ def test_network_of_any_number_of_tasks(tasks: int) -> None:
     result = tg.testing.run(job("network", tasks=tasks, epochs=3, hidden=2, points=50, size=9))
     parts = [result.values[task] for task in range(tasks)]
     np.testing.assert_array_equal(np.concatenate(parts), without_tasks("network", "alone")(tasks, 3, 2, 50, 9))
+
+
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_matrix_factorization_has_the_bits_of_a_loop(servers: int) -> None:
+    kills = {(4, 1): "processor", (5, 2): "done", (0, 4): "commit"}
+    killed = tg.testing.run(job("matrix_factorization", epochs=6, servers=servers), kills=kills, order=servers)
+    assert killed.failovers >= 3
+    assert killed.value == without_tasks("matrix_factorization", "alone")(epochs=6)
+
+
+@pytest.mark.slow
+def test_matrix_factorization_learns() -> None:
+    found = tg.run(job("matrix_factorization"), nodes=0).value
+    assert found == without_tasks("matrix_factorization", "alone")()
+    assert found < 0.3, "the noise is 0.1, and ratings have a deviation of 1"
 
 
 @pytest.mark.slow
