@@ -38,6 +38,7 @@ COMMANDS = {
     },
     "Look": {
         "status": "looking:status",
+        "shards": "shards:shards",
         "events": "looking:events",
         "result": "looking:result",
         "logs": "placing:logs",
@@ -64,6 +65,7 @@ _HELP = {
     "launch": "Start nodes on this host for a submitted job.",
     "node": "Run one node of a job in this process.",
     "status": "Show how fast and how safe a job is, and what it waits for.",
+    "shards": "Show which pieces of a job's queues and maps are done, and which are slow.",
     "events": "Show what happened to a job.",
     "result": "Print the result of a job that ended.",
     "logs": "Print what the nodes of a job print.",
@@ -349,6 +351,9 @@ def _add_looking(add: Any, launcher: Launcher | None) -> None:
     status.add_argument("--task", metavar="T[-T],...", help="a row for each of these tasks: 5, or 3-7,12")
     status.add_argument("--json", action="store_true", help="one line of JSON, for programs")
     status.add_argument("--watch", action="store_true", help="again every second, until the job ends")
+    shards = add("shards", job=True)
+    shards.add_argument("--json", action="store_true", help="one line of JSON, for programs")
+    shards.add_argument("--watch", action="store_true", help="again every second, until the job ends")
     events = add("events", job=True)
     events.add_argument("--json", action="store_true", help="each event as a line of JSON")
     events.add_argument("--follow", action="store_true", help="also events to come, until the job ends")

@@ -33,7 +33,7 @@ from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done
 
-__all__ = ["events", "print_event", "print_values", "result", "status"]
+__all__ = ["events", "print_event", "print_values", "result", "status", "statuses_of"]
 
 _WATCH_S = 1.0
 _COMMITS = 100
@@ -98,7 +98,7 @@ async def _status(options: argparse.Namespace) -> int:
             etcd_s, spec, view = time.monotonic() - began, reached.spec, keeper.view
             if shown and spec.elastic:
                 raise JobError("--tasks, --task: the workers of an elastic job have no tasks; leave the option out")
-            statuses = await _statuses_of(reached, view)
+            statuses = await statuses_of(reached, view)
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, view, statuses, elastic=spec.elastic))
             else:
@@ -171,7 +171,7 @@ def _nobody(reached: FoundJob, view: JobView) -> str:
     )
 
 
-async def _statuses_of(reached: FoundJob, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
+async def statuses_of(reached: FoundJob, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
     """Asks all nodes for their status, unless they speak another protocol."""
     entry, run = reached.entry, reached.spec.run
     try:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from taskgraph.graph.values import decode
+from taskgraph.node.epochs.dealing import Dealers, queue_statuses
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.usage import Usage
 
@@ -41,7 +42,17 @@ def node_status(node: NodeCore, roles: Roles, waits: Iterable[str]) -> NodeStatu
         replicas=tuple(_replica_status(node, r, roles.primaries.get(t)) for t, r in sorted(roles.replicas.items())),
         waits=tuple(waits),
         usage=Usage.now(),
+        queues=tuple(
+            status
+            for _, primary in sorted(roles.primaries.items())
+            if hasattr(primary.replica, "user_task")
+            for status in queue_statuses(primary.replica, _dealers(primary), node.now())
+        ),
     )
+
+
+def _dealers(primary: Primary) -> Dealers | None:
+    return primary.attempt.dealers if primary.attempt is not None else None
 
 
 def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -> ReplicaStatus:

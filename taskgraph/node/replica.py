@@ -25,6 +25,7 @@ from taskgraph.node.snapshots import Snapshot, decode_boundary, encode_snapshot,
 from taskgraph.node.usercode.actor import Actor
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cuda_error
 from taskgraph.node.usercode.threads import Threads
+from taskgraph.observe.queues import Rate
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.messages import Encoded
@@ -109,6 +110,7 @@ class Replica:
         self.graph_may_be_constant = False
         """True if `constant_graph` may become known in this attempt."""
         self.kept_results = KeptResults()
+        self.queue_rates: dict[str, Rate] = {}
         self._xp = xp
         self.user_task: Task
         """The user's object, and its shape, after `build`."""

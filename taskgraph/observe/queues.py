@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
 from taskgraph.protocol.dealing import Ledger, PassCounts, Slow
 
-__all__ = ["QueueStatus", "Rate"]
+__all__ = ["SLOW", "QueueStatus", "Rate"]
 
 _RATE_S: Final = 10.0
 """The rate is that of the last so many seconds."""
-_SLOW: Final = 10
+_SAMPLE_S: Final = 0.1
+"""Rows that come within this time are one sample."""
+SLOW: Final = 10
 """Slow pieces that are named."""
 
 
@@ -57,21 +60,56 @@ class QueueStatus:
             left=ledger.left,
             set_aside=ledger.set_aside_count,
             counts=tuple(ledger.counts()),
-            slow=tuple(ledger.slow(now)[:_SLOW]),
+            slow=tuple(ledger.slow(now)[:SLOW]),
             rows_per_s=rows_per_s,
+        )
+
+    def advanced(self, live: QueueStatus) -> QueueStatus:
+        """Returns the committed status of a queue together with that of the epoch at work."""
+        by_pass = {counts.pass_number: counts for counts in self.counts}
+        for now in live.counts:
+            before = by_pass.get(now.pass_number, PassCounts(now.pass_number, 0, 0, self.pieces, 0, 0))
+            by_pass[now.pass_number] = before._replace(
+                done=before.done + now.done,
+                dealt=before.dealt + now.dealt,
+                open=before.open - now.done - now.dealt - now.set_aside,
+                set_aside=before.set_aside + now.set_aside,
+            )
+        ended = sum(now.done + now.set_aside for now in live.counts)
+        return dataclasses.replace(
+            self,
+            counts=tuple(by_pass[number] for number in sorted(by_pass)),
+            left=self.left - ended,
+            set_aside=self.set_aside + live.set_aside,
+            slow=live.slow,
+            rows_per_s=live.rows_per_s,
         )
 
 
 class Rate:
-    """Rows per second over the last seconds, from a count that only grows."""
+    """Rows per second over the last ten seconds, or since the first rows if that is less."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()
+        self._began: float | None = None
+        self._samples: deque[tuple[float, int]] = deque()  # time, and the rows that were done then
 
-    def note(self, now: float, rows: int) -> float:
-        """Notes the count at this time, and returns the rate."""
-        self._samples.append((now, rows))
-        while len(self._samples) > 2 and now - self._samples[1][0] > _RATE_S:
+    def add(self, now: float, rows: int) -> None:
+        """Notes that so many rows were done."""
+        if not rows:
+            return
+        if self._began is None:
+            self._began = now
+        if self._samples and now - self._samples[-1][0] < _SAMPLE_S:
+            at, before = self._samples.pop()
+            self._samples.append((at, before + rows))
+        else:
+            self._samples.append((now, rows))
+        while now - self._samples[0][0] > _RATE_S:
             self._samples.popleft()
-        began, first = self._samples[0]
-        return (rows - first) / (now - began) if now > began else 0.0
+
+    def at(self, now: float) -> float:
+        """Returns the rate at this time."""
+        if self._began is None:
+            return 0.0
+        recent = sum(rows for at, rows in self._samples if now - at <= _RATE_S)
+        return recent / max(_SAMPLE_S, min(_RATE_S, now - self._began))

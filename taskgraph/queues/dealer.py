@@ -12,13 +12,14 @@ A result that comes late, since another task had its piece, too, is in no answer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.protocol.dealing import Ledger, Ticket, Verdict
+from taskgraph.protocol.dealing import Ledger, PassCounts, Slow, Ticket, Verdict
 from taskgraph.queues.plan import Plan
 
 __all__ = ["Dealer", "Set"]
@@ -49,6 +50,7 @@ class Dealer:
 
     Attributes:
         ledger: of the pieces; the holders are task ids.
+        rows: of the pieces that are finished. Those of a task that died count twice.
     """
 
     def __init__(self, plan: Plan, term: int, tasks: int) -> None:
@@ -59,6 +61,7 @@ class Dealer:
         self._mine: dict[int, list[int]] = {}
         self._aside: dict[int, tuple[int | None, Set]] = {}  # piece -> the task that sends it on
         self._failure: _Failure | None = None
+        self.rows = 0
         self.ledger = Ledger(len(plan.pieces), attempts=plan.attempts, on_error=plan.on_error, straggler=plan.straggler)
 
     def answer(self, task: int, term: int, ask: Mapping[str, Any], now: float) -> dict[str, Any] | None:
@@ -79,6 +82,21 @@ class Dealer:
             return None
         return {"term": self._term, "pieces": self._rows(mine, attempts=True)}
 
+    def counts(self) -> list[PassCounts]:
+        """Returns how far the epoch's pieces are, for each pass that they are of."""
+        state: dict[int, str] = {place: "dealt" for held in self.ledger.dealt().values() for place in _places(held)}
+        for task in self._terms:
+            state |= dict.fromkeys(_places(self.ledger.finished(str(task))), "done")
+        state |= dict.fromkeys(self._aside, "aside")
+        found: dict[int, Counter[str]] = {}
+        for place, (pass_number, _) in enumerate(self._plan.pieces):
+            found.setdefault(pass_number, Counter())[state.get(place, "open")] += 1
+        return [PassCounts(e, of["done"], of["dealt"], of["open"], of["aside"], 0) for e, of in sorted(found.items())]
+
+    def slow(self, now: float) -> list[Slow]:
+        """Returns the pieces that take too long, the longest first."""
+        return [Slow(*self._plan.pieces[one.piece], f"task {one.holder}", one.seconds) for one in self.ledger.slow(now)]
+
     def _meet(self, task: int, term: int) -> None:
         """Opens the pieces of a predecessor that died."""
         known = self._terms.get(task)
@@ -92,11 +110,12 @@ class Dealer:
                 self._aside[index] = None, what
 
     def _take_finished(self, task: int, finished: NDArray[np.int64], now: float) -> None:
-        holder, given = str(task), [int(index) for index in finished if 0 <= index < len(self._plan.pieces)]
+        holder, given = str(task), dict(finished.tolist())
         strange = [index for index in given if not self.ledger.has(holder, Ticket(0, index, 0))]
-        self.ledger.claim(holder, 0, strange, now)
-        for index in given:
+        known = {*strange}.difference(ticket.piece for ticket in self.ledger.claim(holder, 0, strange, now))
+        for index in given.keys() - known:
             self.ledger.finish(holder, Ticket(0, index, 0), now)
+            self.rows += given[index]
 
     def _take_error(self, task: int, ticket: Ticket, text: str, node: str) -> None:
         verdict = self.ledger.fail(str(task), ticket, text)
@@ -138,3 +157,7 @@ class Dealer:
             row = (index, *self._plan.pieces[index])
             rows.append((*row, self.ledger.errors_of(0, index)) if attempts else row)
         return np.array(rows, np.int64).reshape(len(rows), 4 if attempts else 3)
+
+
+def _places(tickets: Iterable[Ticket]) -> list[int]:
+    return [ticket.piece for ticket in tickets]

@@ -72,11 +72,11 @@ class Share:
 
     def ask(self, now: float) -> dict[str, Any]:
         """Returns what to ask."""
-        finished = [*self.results] if self._whole else self._unsaid
+        finished = [(place, self.results[place].rows) for place in (self.results if self._whole else self._unsaid)]
         asked = {
             "known": self._known,
             "whole": self._whole,
-            "finished": np.array(finished, np.int64),
+            "finished": np.array(finished, np.int64).reshape(len(finished), 2),
             "failed": [list(one) for one in self._failed],
             "most": self._most,
             "waits": not self.todo,

@@ -6,10 +6,12 @@ Asks are no requests with effects, so they are in no sum: what counts is what th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.errors import Refused
 from taskgraph.graph.values import decode, encode
+from taskgraph.observe.queues import SLOW, QueueStatus, Rate
 from taskgraph.protocol.messages import Answer, Reason, Request
 from taskgraph.queues.dealer import Dealer
 from taskgraph.queues.plan import plan_of_values
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from taskgraph.node.replica import Replica
     from taskgraph.protocol.messages import Stamp
 
-__all__ = ["Dealers", "deal"]
+__all__ = ["Dealers", "deal", "queue_statuses"]
 
 _WAIT_S: Final = 1.0
 """A task that waits for a piece is answered after this time at the latest."""
@@ -53,10 +55,12 @@ class Dealers:
         dealer, count, upto = known
         if (count, upto) != (ask["count"], ask["upto"]):
             return {"refused": _differs(ask, count, upto)}
+        rate, rows = attempt.replica.queue_rates.setdefault(ask["map"], Rate()), dealer.rows
         news = len(ask["finished"]) or ask["failed"] or ask["whole"]
         while True:
             found = dealer.answer(message.sender, message.sender_term, ask, loop.time())
             if news:
+                rate.add(loop.time(), dealer.rows - rows)
                 self._wake()
                 news = False
             if found is not None:
@@ -75,6 +79,14 @@ class Dealers:
             plan = plan_of_values(ask["count"], ask["upto"])
         return Dealer(plan, attempt.term, job.tasks)
 
+    def statuses(self, now: float) -> Iterator[QueueStatus]:
+        """Returns how far the maps of this attempt are."""
+        for tag, (dealer, count, _) in self._dealers.items():
+            counts, rate = dealer.counts(), self._attempt.replica.queue_rates[tag].at(now)
+            left, aside = dealer.ledger.unfinished, sum(one.set_aside for one in counts)
+            slow = tuple(dealer.slow(now)[:SLOW])
+            yield QueueStatus(tag, "map", max(count, 0), 1, left, aside, tuple(counts), slow, rate)
+
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
         for one in waiting:
@@ -92,6 +104,23 @@ def _differs(ask: dict[str, Any], count: int, upto: int | None) -> str:
         f"map({ask['map']!r}) has {ask['count']} pieces and upto={ask['upto']}, but {count} pieces and upto={upto} on "
         f"another task: all tasks give the same pieces and upto"
     )
+
+
+def queue_statuses(replica: Replica, dealers: Dealers | None, now: float) -> list[QueueStatus]:
+    """Returns how far the queue is whose ledger a task has, or the maps whose pieces it deals.
+
+    Args:
+        dealers: of the attempt at work.
+    """
+    maps = list(dealers.statuses(now)) if dealers is not None else []
+    task = replica.user_task
+    if not isinstance(task, QueueTask):
+        return maps
+    ledger = task.ledger(replica.job.seed)
+    found = QueueStatus.of(task.name, "queue", ledger, now)
+    for live in maps:  # the map of this queue, which is not committed
+        found = found.advanced(live)
+    return [found]
 
 
 async def deal(attempt: DealingAttempt, message: Request) -> Answer:

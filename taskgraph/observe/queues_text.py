@@ -1,0 +1,60 @@
+"""What `taskgraph shards` prints of the queues and maps of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from taskgraph.observe.format import counted, table
+from taskgraph.observe.queues import QueueStatus
+from taskgraph.protocol.dealing import PassCounts
+
+__all__ = ["merged", "shards_json", "shards_text"]
+
+
+def shards_text(queues: Sequence[QueueStatus]) -> str:
+    """Formats the queues of a job for people."""
+    lines: list[str] = []
+    for queue in queues:
+        passes = "endless passes" if queue.passes is None else f"{queue.passes:,} pass" + "es" * (queue.passes != 1)
+        left = f"{queue.left:,} left" if queue.left else "done"
+        lines.append(
+            f"{queue.kind} {queue.name}: {counted(queue.pieces, 'piece')}, {passes}; {left}; "
+            f"{queue.rows_per_s:,.0f} rows/s"
+        )
+        rows: list[tuple[str, ...]] = [("  pass", "done", "dealt", "open", "set aside", "rows")]
+        rows += [(f"  {c.pass_number}", *(f"{n:,}" for n in c[1:])) for c in queue.counts]
+        lines += table(rows)
+        lines += [
+            f"  slow: piece {one.piece} of pass {one.pass_number}, on {one.holder} for {one.seconds:.1f} s"
+            for one in queue.slow
+        ]
+    return "\n".join(lines)
+
+
+def shards_json(queues: Sequence[QueueStatus]) -> list[dict[str, Any]]:
+    """Returns the queues of a job as plain JSON."""
+    return [
+        {
+            **dataclasses.asdict(queue),
+            "counts": [counts._asdict() for counts in queue.counts],
+            "slow": [one._asdict() for one in queue.slow],
+        }
+        for queue in queues
+    ]
+
+
+def merged(found: Iterable[QueueStatus]) -> list[QueueStatus]:
+    """Returns each queue once, as the node knows it that is furthest: others may not have heard the last news."""
+    furthest: dict[tuple[str, str], QueueStatus] = {}
+    for queue in found:
+        known = furthest.get((queue.kind, queue.name))
+        if known is None or _progress(queue) > _progress(known):
+            furthest[queue.kind, queue.name] = queue
+    return [furthest[key] for key in sorted(furthest)]
+
+
+def _progress(queue: QueueStatus) -> tuple[int, int, int]:
+    last = queue.counts[-1] if queue.counts else PassCounts(-1, 0, 0, 0, 0, 0)
+    return last.pass_number, last.done + last.set_aside, last.dealt
