@@ -1,8 +1,7 @@
 """Which settings learn best? Successive halving: train many for a short time, drop the worse half, and train on.
 
 A trial is a learning rate, a weight decay and a batch size of a logistic regression. How long one takes differs, so
-nobody has a share of them: task 0 deals them, and whoever is free asks it for the next one (dynamic sharding). No
-channels are needed for that, but requests, whose effects count once per committed epoch.
+no task has a share of them: `epoch.map` gives the next one to whichever task is free (dynamic sharding).
 
     taskgraph run examples/search.py --nodes 4
     taskgraph run examples/search.py --nodes 4 --replace -o trials=256 -o trainers=7
@@ -72,40 +71,29 @@ def better_half(trials: dict[int, Trial]) -> dict[int, Trial]:
     return {number: trials[number] for number in sorted(ranked[: (len(ranked) + 1) // 2])}
 
 
-class Search(tg.Task, state=["trials", "left", "rung"]):
-    """Task 0: the trials that are left, and which of them are still to be trained before the worse half is dropped."""
+class Search(tg.Task, shared=["trials", "left", "rung"]):
+    """The trials, and which of them are still to be trained before the worse half is dropped; the same on all tasks."""
 
     def __init__(self, trials: int, at_a_time: int, seed: int) -> None:
         self.count, self.at_a_time, self.seed = trials, at_a_time, seed
 
     def setup(self) -> None:
+        self.x, self.y = data(self.seed)
         self.trials = {number: draw(number, self.seed) for number in range(self.count)}
         self.left = list(self.trials)
         self.rung = 0
 
     def compose(self, epoch: tg.Epoch) -> None:
-        epoch.scratch.dealt = 0  # handlers change no state: if the epoch begins again, they run again
-        epoch.scratch.came = {}
-        epoch.processor(self.settle)  # a sync point, which runs once nobody asks any more
+        epoch.map("trained", self.left[: self.at_a_time], self.train, self.settle)
 
-    @tg.handles("next")
-    def next(self, epoch: tg.Epoch, sender: int, payload: None) -> tuple[int, int, Trial] | None:
-        dealt: int = epoch.scratch.dealt
-        if dealt == min(self.at_a_time, len(self.left)):
-            return None  # for this epoch
-        epoch.scratch.dealt += 1
-        number = self.left[dealt]
-        return number, self.rung, self.trials[number]
+    def train(self, epoch: tg.Epoch, number: int) -> tuple[NDArray[np.float64], float]:
+        return train(self.trials[number], number, self.rung, self.seed, self.x, self.y)
 
-    @tg.handles("trained")
-    def trained(self, epoch: tg.Epoch, sender: int, payload: tuple[int, Any, float]) -> None:
-        number, weights, loss = payload
-        epoch.scratch.came[number] = weights, loss
-
-    def settle(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        for number, (weights, loss) in epoch.scratch.came.items():
+    def settle(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
+        trained = ins["trained"]
+        for number, (weights, loss) in zip(self.left, trained, strict=False):
             self.trials[number] = {**self.trials[number], "weights": weights, "loss": loss}
-        self.left = self.left[epoch.scratch.dealt :]
+        self.left = self.left[len(trained) :]
         epoch.report(trials=len(self.trials), best=min(trial["loss"] for trial in self.trials.values()))
         if self.left:
             return
@@ -118,22 +106,6 @@ class Search(tg.Task, state=["trials", "left", "rung"]):
     def result(self) -> dict[str, Any]:
         ((number, trial),) = self.trials.items()
         return {"trial": number, **{name: value for name, value in trial.items() if name != "weights"}}
-
-
-class Trainer(tg.Task):
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def setup(self) -> None:
-        self.x, self.y = data(self.seed)
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.flag(self.task_id)  # to itself: it begins to ask
-
-    def on_flag(self, epoch: tg.Epoch, sender: int, meta: None) -> None:  # a `def`: it runs in a thread, and may wait
-        while (dealt := epoch.request(0, "next").wait()) is not None:
-            number, rung, trial = dealt
-            epoch.request(0, "trained", (number, *train(trial, number, rung, self.seed, self.x, self.y))).wait()
 
 
 def alone(trials: int = 64, seed: int = 0) -> dict[int, Trial]:
@@ -160,10 +132,7 @@ def search(trainers: int = 3, trials: int = 64, at_a_time: int = 12, seed: int =
     """
     if min(trainers, trials, at_a_time) < 1:
         raise ValueError("trainers, trials and at_a_time must be 1 at least: nothing would be trained")
-    return tg.Job(
-        tasks=1 + trainers,
-        builder=lambda task_id: Trainer(seed) if task_id else Search(trials, at_a_time, seed),
-    )
+    return tg.Job(tasks=trainers, builder=lambda task_id: Search(trials, at_a_time, seed))
 
 
 if __name__ == "__main__":

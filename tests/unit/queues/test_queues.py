@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import taskgraph as tg
@@ -66,7 +69,12 @@ def rows(tasks: int = 3, builder: type[tg.Task] = Rows, **options: Any) -> tg.Jo
     return tg.Job(tasks=tasks, builder=builder, queues={"rows": queue})
 
 
-STAGES = ("compose", "processor", "sync", "snapshot", "done")
+STAGES = ["processor", "done", *(pytest.param(s, marks=pytest.mark.slow) for s in ("compose", "sync", "snapshot"))]
+
+
+@functools.cache
+def undisturbed(job: Callable[[], tg.Job]) -> dict[int, Any]:
+    return tg.testing.run(job(), strict=False).values
 
 
 def test_results_do_not_depend_on_the_number_of_tasks() -> None:
@@ -78,8 +86,7 @@ def test_results_do_not_depend_on_the_number_of_tasks() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("task", [0, 2])
 def test_map_survives_deaths(task: int, stage: str) -> None:
-    expected = tg.testing.run(squares()).values
-    assert tg.testing.run(squares(), kills={(task, 1): stage}, order=task).values == expected
+    assert tg.testing.run(squares(), kills={(task, 1): stage}, order=task).values == undisturbed(squares)
 
 
 def test_each_piece_of_a_queue_counts_once() -> None:
@@ -94,11 +101,10 @@ def test_each_piece_of_a_queue_counts_once() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("task", [0, 2, 3], ids=["task 0", "a task", "the dealer"])
 def test_queue_survives_deaths(task: int, stage: str) -> None:
-    expected = tg.testing.run(rows()).values
-    found = tg.testing.run(rows(), kills={(task, 1): stage}, order=task)
-    assert found.values == expected
+    assert tg.testing.run(rows(), kills={(task, 1): stage}, order=task).values == undisturbed(rows)
 
 
+@pytest.mark.slow
 def test_queue_survives_many_deaths() -> None:
     expected = tg.testing.run(rows(passes=2)).values
     kills = {(3, 1): "processor", (0, 1): "sync", (2, 2): "processor", (3, 3): "snapshot", (1, 4): "compose"}
@@ -144,7 +150,7 @@ class Coroutines(Rows):
 
 
 def test_value_and_then_may_be_coroutines() -> None:
-    assert tg.testing.run(rows(builder=Coroutines)).values == tg.testing.run(rows()).values
+    assert tg.testing.run(rows(builder=Coroutines)).values == undisturbed(rows)
 
 
 def test_without_then_the_pieces_are_counted() -> None:
@@ -203,7 +209,7 @@ def test_an_error_that_goes_away_costs_nothing() -> None:
                 raise OSError("not there yet")
             return super().work(epoch, piece)
 
-    assert tg.testing.run(rows(builder=Sometimes)).values == tg.testing.run(rows()).values
+    assert tg.testing.run(rows(builder=Sometimes)).values == undisturbed(rows)
 
 
 def test_empty_queue_is_over_at_once() -> None:
@@ -241,3 +247,63 @@ def test_wrong_options_of_a_queue_are_named() -> None:
         tg.WorkQueue(range(3), on_error="ignore")
     with pytest.raises(tg.JobError, match="buffer=-1"):
         tg.WorkQueue(range(3), buffer=-1)
+
+
+computed: Counter[tuple[int, int]] = Counter()
+
+
+class Counted(Rows):
+    """Counts how often each piece is computed in each epoch."""
+
+    def work(self, epoch: tg.Epoch, piece: int) -> tuple[int, float]:
+        computed[epoch.number, piece] += 1
+        return super().work(epoch, piece)
+
+
+def test_an_epoch_that_begins_again_uses_results_that_are_there() -> None:
+    """The death of the dealer's primary restarts the epoch; the tasks on other nodes have their results still."""
+    computed.clear()
+    found = tg.testing.run(rows(builder=Counted), kills={(3, 1): "sync"}, nodes=4, strict=False)
+    assert found.values == undisturbed(rows)
+    assert found.restarts == 1
+    assert sum(computed.values()) < 20 + 7, "not all pieces of epoch 1 are computed again"
+
+
+class Pushed(Rows):
+    def work(self, epoch: tg.Epoch, piece: int) -> tuple[int, float]:
+        epoch.table("sums").push([piece % 2], np.full((1, 1), -float(piece), np.float32))
+        return super().work(epoch, piece)
+
+
+class Pulled(Pushed):
+    def compose(self, epoch: tg.Epoch) -> None:
+        super().compose(epoch)
+        epoch.processor(self.pull, outbound={"sums": self.task_id})
+        epoch.processor(self.report, inbound={"sums": self.task_id})
+
+    def pull(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("sums", epoch.table("sums").pull([0, 1])[:, 0])
+
+    def report(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.report(even=ins["sums"][0], odd=ins["sums"][1])
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        {},
+        {(3, 1): "processor"},
+        pytest.param({(1, 1): "sync"}, marks=pytest.mark.slow),
+        pytest.param({(4, 1): "done"}, marks=pytest.mark.slow),
+    ],
+)
+def test_pushes_of_a_piece_count_once(kills: dict[tuple[int, int], str]) -> None:
+    """The sums of pushes at the beginning of each epoch: seven pieces a time, in order."""
+    job = tg.Job(
+        tasks=3,
+        builder=Pulled,
+        queues={"rows": tg.WorkQueue(range(20))},
+        tables={"sums": tg.Table(1, init="zeros", lr=1.0, servers=1)},
+    )
+    found = [(r.numbers["even"], r.numbers["odd"]) for r in tg.testing.run(job, kills=kills).reports]
+    assert found == [(0, 0), (0 + 2 + 4 + 6, 1 + 3 + 5), (0 + 2 + 4 + 6 + 8 + 10 + 12, 1 + 3 + 5 + 7 + 9 + 11 + 13)]
