@@ -1,0 +1,49 @@
+"""Work queues on real processes: some die while they compute pieces, and `taskgraph shards` looks on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cli_kit import Cli
+
+import taskgraph as tg
+from taskgraph.driver.loading import load_driver
+
+DRIVER = Path(__file__).parent / "drivers" / "queued.py"
+PIECES = 120
+
+
+@pytest.mark.slow
+async def test_each_piece_counts_once_whatever_is_killed(cli: Cli) -> None:
+    queued = load_driver(str(DRIVER))
+    expected = tg.testing.run(queued(folder=str(cli.root), passes=2), strict=False).values
+    kills = ("-o", f"folder={cli.root}", "-o", "kills=[5,70,100]", "-o", "passes=2")
+    done = await cli("run", str(DRIVER), "--nodes", "4", "--replace", "--json", *kills)
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["failovers"] >= 3
+    seen = [(piece, drawn) for piece, drawn in found["values"]["0"]]
+    assert seen == expected[0]
+    assert Counter(piece for piece, _ in seen) == dict.fromkeys(range(PIECES), 2)
+    assert found["values"]["1"] == found["values"]["2"] == found["values"]["0"]
+
+
+@pytest.mark.slow
+async def test_shards_shows_how_far_a_queue_is(cli: Cli) -> None:
+    run = await cli.start("run", str(DRIVER), "--nodes", "2", "-o", f"folder={cli.root}", "-o", "waits=7")
+    while True:
+        done = await cli("shards", "queued", "--json")
+        queues = json.loads(done.out)["queues"] if done.code == 0 else []
+        if queues and (counts := queues[0]["counts"])[0]["dealt"] == 1 and counts[0]["done"] % 40 == 39:
+            break
+    (queue,) = queues
+    assert (queue["name"], queue["kind"], queue["pieces"], queue["passes"]) == ("rows", "queue", PIECES, 1)
+    assert queue["left"] == PIECES - counts[0]["done"]
+    text = (await cli("shards")).out
+    assert text.startswith(f"queue rows: 120 pieces, 1 pass; {queue['left']} left;")
+    (cli.root / "gate").touch()
+    ended = await run.done()
+    assert ended.code == 0, ended.err
