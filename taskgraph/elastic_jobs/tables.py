@@ -24,6 +24,7 @@ from taskgraph.tables.layout import Layout
 from taskgraph.tables.merging import as_gradients, as_ids, summed
 from taskgraph.tables.options import TableOptions, as_rate
 from taskgraph.tables.rows import Ids, table_seed
+from taskgraph.tables.saved import write_table
 from taskgraph.tables.store import Store
 
 if TYPE_CHECKING:
@@ -223,6 +224,22 @@ class RunTable:
         if self._of.in_parts:
             raise TableError(f"{self._title}.lr is set in the part loop: set it before or after, on all workers alike")
         self._lr = as_rate(value, f"{self._title}.lr")
+
+    def save(self, url: str) -> None:
+        """Writes the rows that somebody has pushed to as a Parquet file, which `tg.read_table` and pandas read.
+
+        Call it on one worker: `run.once(lambda: table.save(url))`. Needs the extra `parquet`.
+
+        Args:
+            url: a path, or with the extra `checkpoint` a URL that fsspec knows. An existing file is replaced.
+
+        Raises:
+            TableError: the URL names no place, or pyarrow is not installed.
+            OSError: the file cannot be written.
+        """
+        with self._lock:
+            live = self._store.live()
+        write_table(url, live["ids"], live["rows"])
 
     def __len__(self) -> int:
         """Returns the number of rows that somebody has pushed to."""

@@ -236,3 +236,24 @@ def test_push_after_the_last_shard_is_an_error() -> None:
 
     with pytest.raises(tg.JobFailed, match="outside a part"):
         tg.run(job_of(body), nodes=0)
+
+
+async def test_saved_rows_are_read_as_a_data_frame(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("pandas")
+    url = str(tmp_path / "t.parquet")
+
+    def body(run: tg.Run) -> Any:
+        table = run.table("t", 3)
+        for step in run.steps(rows=40, batch=20, parts=4, passes=2):
+            for part in step:
+                pause()
+                table.push(part.rows * 10, np.ones((part.size, 3), np.float32))
+                part.add()
+            run.once(lambda: table.save(url))
+        return table.pull(np.arange(0, 400, 10))
+
+    rows: Any = (await run_job(job_of(body), (2, ""))).values[0]
+    frame = tg.read_table(url)
+    assert frame.index.tolist() == list(range(0, 400, 10))
+    assert np.array_equal(frame.to_numpy(), rows)
