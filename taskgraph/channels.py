@@ -114,6 +114,11 @@ class Inputs:
             values[producer] = self._decode(encoded) if small is None else small
         return values
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all values. For the framework."""
+        return sum([self._items[channel].size_bytes for channel in self._processor.takes if channel in self._items])
+
     def encoded(self, tag: str, producer: int) -> Encoded:
         """Returns a value as it came. For the framework."""
         try:

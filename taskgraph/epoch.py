@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -157,6 +157,9 @@ class Work(Protocol):
     def node_name(self) -> str: ...
     def allocate(self, nbytes: int) -> Block | None:
         """Allocates memory that can be sent without a copy; None: there is none."""
+
+    def run_in_thread(self, function: Callable[[], None]) -> Awaitable[None]:
+        """Runs code of the framework in a thread, beside the event loop."""
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...

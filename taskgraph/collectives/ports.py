@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from taskgraph.graph.blocks import Block
@@ -23,11 +23,14 @@ class Work(Protocol):
     def tasks(self) -> int: ...
     def neighbors(self, link: str, task: int | None = None) -> tuple[int, ...]: ...
     def allocate(self, nbytes: int) -> Block | None: ...
+    def run_in_thread(self, function: Callable[[], None]) -> Awaitable[None]: ...
 
 
 class Ins(Protocol):
     """What came in the inbound channels of a processor."""
 
+    @property
+    def size_bytes(self) -> int: ...
     def encoded(self, tag: str, producer: int) -> Encoded: ...
 
 

@@ -6,12 +6,14 @@ They use no state and run beside other processors of their task.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from taskgraph.collectives import adding
 from taskgraph.collectives.plan import Op
 from taskgraph.collectives.ports import Ins, Outs
 from taskgraph.collectives.values import place
+from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.protocol.frozen import frozen
 
 __all__ = ["AddChildren", "AddShares", "AddSlices", "Drop", "Join", "Relay", "nothing"]
@@ -22,17 +24,25 @@ def nothing() -> None:
 
 
 class _Internal:
-    """Makes a compute that calls `run`."""
+    """Makes a compute that calls `run`: on the event loop, or in a thread if the values are large.
+
+    Attributes:
+        is_brief: it touches no values.
+    """
 
     __slots__ = ()
     arguments: ClassVar[tuple[str, ...]] = ()
+    is_brief: ClassVar[bool] = False
 
     def run(self, ins: Ins, outs: Outs) -> None:
         raise NotImplementedError
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
-            self.run(ins, outs)
+        async def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
+            if self.is_brief or ins.size_bytes < INLINE_BYTES:
+                self.run(ins, outs)
+            else:  # the event loop has other work, too
+                await outs.work.run_in_thread(partial(self.run, ins, outs))
 
         compute.__taskgraph_stateless__ = True  # type: ignore[attr-defined]
         return compute
@@ -42,6 +52,8 @@ class _Internal:
 class Drop(_Internal):
     """Takes results that this task does not use."""
 
+    is_brief: ClassVar[bool] = True
+
     def run(self, ins: Ins, outs: Outs) -> None:
         pass
 
@@ -50,6 +62,7 @@ class Drop(_Internal):
 class Relay(_Internal):
     """Passes a value on to the children."""
 
+    is_brief: ClassVar[bool] = True
     tag: str
     parent: int
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
 from taskgraph.channels import Inputs, Outputs
@@ -217,6 +217,9 @@ class _StandaloneWork:
 
     def allocate(self, nbytes: int) -> Block | None:
         return None
+
+    def run_in_thread(self, function: Callable[[], None]) -> Awaitable[None]:
+        return asyncio.to_thread(function)
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         before = self.put_values.setdefault(tag, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +138,20 @@ def test_large_arrays(via: Any) -> None:
     for task in range(3):
         assert np.array_equal(only(found[task])["w"], 3 * np.arange(300_000.0))
         assert only(found[task])["b"].tolist() == [3.0] * 5
+
+
+@pytest.mark.parametrize("via", ["tree", "ring"])
+def test_tensors_of_pytorch(via: Any) -> None:
+    torch = pytest.importorskip("torch")
+    importlib.import_module("taskgraph.torch")  # tensors travel
+
+    def value(epoch: tg.Epoch, ins: tg.Inputs) -> Any:
+        return 2, {"w": torch.full((2, 2), 1.5, requires_grad=True), "half": torch.ones(3, dtype=torch.bfloat16)}
+
+    found = seen(lambda self, epoch: epoch.allreduce("t", value, self.keep, op="mean", via=via), 3)
+    total = only(found[1])
+    assert torch.equal(total["w"], torch.full((2, 2), 1.5))
+    assert torch.equal(total["half"], torch.ones(3, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 5, 9])

@@ -42,9 +42,9 @@ class Work:
         self.allocated: list[int] = []
         self.put_values: dict[tuple[str, int], Encoded] = {}
 
-    def neighbors(self, link: str) -> tuple[int, ...]:
+    def neighbors(self, link: str, task: int | None = None) -> tuple[int, ...]:
         self.asked.append(link)
-        return self.topology.neighbors(link, self.task, 7, self.number)
+        return self.topology.neighbors(link, self.task if task is None else task, 7, self.number)
 
     def links(self) -> tuple[str, ...]:
         return tuple(self.topology)

@@ -425,6 +425,9 @@ class Attempt:
     def node_name(self) -> str:
         return self._primary.node.name
 
+    def run_in_thread(self, function: Callable[[], None]) -> asyncio.Future[None]:
+        return self.replica.threads.run(function)
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:
             raise self.end_error()

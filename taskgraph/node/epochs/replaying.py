@@ -252,6 +252,9 @@ class Replay:
     def allocate(self, nbytes: int) -> Block | None:
         return None  # only digests are compared
 
+    def run_in_thread(self, function: Callable[[], None]) -> asyncio.Future[None]:
+        return self.fresh.threads.run(function)
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         self.digests |= {(tag, consumer): value.digest for consumer in consumers}
 
