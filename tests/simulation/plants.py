@@ -37,6 +37,7 @@ from taskgraph.node.primary.reporter import Reporter
 from taskgraph.node.replica import Replica
 from taskgraph.node.serving import Serving
 from taskgraph.protocol import checkpointing, transactions
+from taskgraph.protocol import commit as commit_module
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.checkpointing import CheckpointCollector
 from taskgraph.protocol.commit import Leader
@@ -1007,3 +1008,22 @@ def a_node_sees_the_next_run_of_its_jobs_name(patch: pytest.MonkeyPatch) -> None
         return False
 
     _changed(patch, JobView, "_is_another_run", is_another_run)
+
+
+# -- shared state -----------------------------------------------------------------------------------
+
+
+@plant
+def the_shared_state_of_another_boundary_is_fetched(patch: pytest.MonkeyPatch) -> None:
+    """The keeper gives the newest that it has, committed or not, under the number that was asked for."""
+
+    async def shared_in(original: Any, self: Replica, boundary: Boundary) -> Any:
+        newest = self.boundaries.pending[-1] if self.boundaries.pending else boundary
+        return await original(self, newest)
+
+    _changed(patch, Replica, "shared_in", shared_in)
+
+
+@plant
+def digests_of_shared_state_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commit_module, "unequal_tasks", lambda view, reports: None)

@@ -18,6 +18,7 @@ from taskgraph.protocol.messages import Encoded, Stamp
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, MemberRecord, PrimaryRecord, State
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.runs import Runs, Violation
+from taskgraph.testing.simulate.shared import Sharing
 from taskgraph.testing.simulate.workload import reported
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Invariants:
         living: returns node id -> node of every process that exists, frozen or not.
         expected: boundary -> task -> state in a run without failures; None for tasks that are not deterministic.
         without_state: tasks without state.
+        sharing: the shared state of tasks.
         listening: tasks with an `on_commit`.
         files: returns the values of a checkpoint by task; None if the disk damaged them.
         ahead: how many epochs a task may be ahead of the last commit.
@@ -57,6 +59,7 @@ class Invariants:
         living: Callable[[], Mapping[str, Node]],
         expected: list[list[int]] | None,
         without_state: frozenset[int],
+        sharing: Sharing,
         listening: frozenset[int],
         files: Callable[[CheckpointRecord], Mapping[int, Encoded] | None],
         ahead: int = 0,
@@ -69,6 +72,7 @@ class Invariants:
         self._living = living
         self._expected = expected
         self._without_state = without_state
+        self._sharing = sharing
         self._listening = listening
         self._keys: dict[int, Key] = {}  # task -> key of its committed boundary; none for boundary 0
         self.states: dict[int, dict[int, int]] = {0: dict(first)}  # boundary -> task -> state
@@ -251,6 +255,7 @@ class Invariants:
                 raise Violation(f"{record} is complete without a file of task {task}")
             if self._state(files[task]) != self.states[record.epoch][task]:
                 raise Violation(f"{record}: the file of task {task} has another state than was committed")
+            self._sharing.check_value(task, files[task], record.epoch, str(record))
         self._checkpoints[record.name] = record.epoch
 
     def is_of_last_commit(self, boundary: Stamp) -> bool:
@@ -277,6 +282,7 @@ class Invariants:
         self._check_min_in_sync(stamp, terms)
         if self._is_over:
             raise Violation(f"epoch {stamp.epoch} committed, and the one before it was the job's last one")
+        self._sharing.check_commit(stamp.epoch)
         after = self._runs.committed(stamp, terms, self.states[stamp.epoch], self.view.epoch.record.base)
         self._is_over = self._runs.finishing(stamp, terms) or stamp.epoch + 1 == self._epochs
         self.states[stamp.epoch + 1] = after
@@ -330,6 +336,7 @@ class Invariants:
                 held = _boundary_to_commit(replica.boundaries, epoch) if replica is not None else None
                 if held is None:
                     raise Violation(f"{name} is in sync for task {task}, and does not hold boundary {epoch}")
+                self._sharing.check_boundary(task, held, name)
                 if self._state(held.value) != state:
                     # A later term may offer the boundary under its own key: only the content must match.
                     raise Violation(

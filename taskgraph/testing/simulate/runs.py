@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.protocol.messages import Stamp
-from taskgraph.testing.simulate.workload import Step
+
+if TYPE_CHECKING:
+    from taskgraph.testing.simulate.workload import Step
 
 __all__ = ["Run", "Runs", "Violation"]
 

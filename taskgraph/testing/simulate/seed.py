@@ -303,6 +303,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         turns,
         random.Random(f"asked on of {outcome.seed}"),
     )
+    workload.draw_sharing(random.Random(f"shared state of {outcome.seed}"))
     leaves = random.Random(f"leaves of {outcome.seed}")
     workload.torn_down = leaves.random() < LEAVING_SHARE
     if mistakes:
@@ -332,6 +333,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         "flags that follow from messages" + " after a while" * bool(workload.lingers_s): workload.relays is not None,
         "requests that follow from requests": workload.asks_on is not None,
         "nodes that end by themselves": workload.torn_down,
+        "shared state": workload.sharing is not None and workload.sharing.tasks,
         workload.mistake.text if workload.mistake is not None else "": workload.mistake,
         "nodes that rest between their looks": outcome.rests,
         "values that count as large": outcome.large,
@@ -421,7 +423,8 @@ async def _submit_again(world: World, again: Resubmission, nodes: int) -> None:
     # A finished job may have a checkpoint of its last boundary, which cannot be resumed.
     resume = again.resume and keeps and not world.invariants.view.finished
     if not resume:
-        workload = dataclasses.replace(workload, seed=workload.seed ^ 1, rerun={})  # other states
+        sharing = workload.sharing and dataclasses.replace(workload.sharing, seed=workload.seed ^ 1)
+        workload = dataclasses.replace(workload, seed=workload.seed ^ 1, rerun={}, sharing=sharing)  # other states
     world.launcher.lose_next = again.lost
     submitted = asyncio.ensure_future(world.submit_again("again", workload, nodes, resume=resume))
     await asyncio.wait((submitted, world.failed), timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -524,6 +527,8 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     view = world.invariants.view
     mistake = world.workload.mistake
     if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:
+        return "mistaken"
+    if world.workload.sharing is not None and world.workload.sharing.is_refusal(reason):
         return "mistaken"
     if any(f"/{name}/" in reason for name in world.place.lost_in_use):
         return "lost"

@@ -19,6 +19,7 @@ import numpy as np
 
 import taskgraph as tg
 from taskgraph.shape import is_stateless
+from taskgraph.testing.simulate.shared import Sharing, with_shared
 
 __all__ = ["HOOKS", "Mistake", "Recorder", "Step", "Workload", "mix"]
 
@@ -165,6 +166,7 @@ class Workload:
     same_plan: bool = False  # all epochs have the same plan
     mistake: Mistake | None = None
     torn_down: bool = False  # tasks have a `teardown`; no code may run after it
+    sharing: Sharing | None = None  # which tasks have shared state
 
     @classmethod
     def draw(
@@ -251,6 +253,12 @@ class Workload:
             drawn.opens = frozenset(task for task in range(tasks) if asks.random() < 0.6)
         return drawn
 
+    def draw_sharing(self, rng: random.Random) -> None:
+        """Draws which tasks have shared state. Their sync points change it, so these must not be `@tg.stateless`."""
+        own_state = set(range(self.tasks)) - self.without_state
+        able = set(range(self.tasks)) - (self.without_state & self.in_flight_tasks)
+        self.sharing = Sharing.draw(rng, self.seed, sorted(able), own_state, self.epochs)
+
     def draw_moods(self, rng: random.Random) -> None:
         """Makes one task moody: only it sends flags, in some runs of an epoch.
 
@@ -290,6 +298,8 @@ class Workload:
                 kind = _with_slow_on_flag(kind)
             if self.asks_on is not None:
                 kind = _with_chained_requests(kind)
+            if self.sharing is not None and task in self.sharing.tasks:
+                kind = with_shared(kind, self.sharing)
             if self.mistake is not None and task == self.mistake.task:
                 kind = _with_mistake(kind, self.mistake, stateful=task not in self.without_state)
             if self.torn_down:
@@ -632,7 +642,8 @@ class _Listening(_NoState):
 
     def on_commit(self, number: int, state: Any) -> None:
         self.last_commit = number
-        self._recorder.on_committed(self.task_id, number, None if state is None else int(state["value"][0]))
+        value = None if state is None else state.get("value")  # none if all its state is shared
+        self._recorder.on_committed(self.task_id, number, None if value is None else int(value[0]))
 
 
 class _ListeningPlain(_Listening, _Plain):

@@ -37,6 +37,7 @@ from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.testing.simulate.pace import Pace
 from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace, launcher_uses
 from taskgraph.testing.simulate.runs import Runs, Violation
+from taskgraph.testing.simulate.shared import Sharing
 from taskgraph.testing.simulate.threads import InlineThreads
 from taskgraph.testing.simulate.transcript import Transcript
 from taskgraph.testing.simulate.workload import Workload
@@ -181,6 +182,7 @@ class World:
             living=self._living_nodes,
             expected=None if workload.erratic or workload.moody is not None else workload.expected(),
             without_state=workload.without_state,
+            sharing=workload.sharing or Sharing(workload.seed),
             listening=workload.listening,
             files=self._checkpoint_values,
             ahead=self.settings.epochs_ahead,

@@ -15,6 +15,10 @@ from taskgraph.testing import STAGES
 EPOCHS = 5
 
 
+def slow(value: int) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 class Descent(tg.Task, shared=["theta"]):
     """Each task adds the gradients of all tasks to the same parameters."""
 
@@ -68,7 +72,7 @@ def test_value_of_equal_results() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("epoch", [0, 2, EPOCHS - 1])
+@pytest.mark.parametrize("epoch", [slow(0), 2, slow(EPOCHS - 1)])
 def test_a_kill_at_every_stage(undisturbed: JobResult, stage: str, epoch: int) -> None:
     for task in range(3) if stage not in ("commit", "committed") else [0]:
         killed = run(descent(), kills={(task, epoch): stage}, order=epoch + 1)
@@ -78,7 +82,7 @@ def test_a_kill_at_every_stage(undisturbed: JobResult, stage: str, epoch: int) -
 
 @pytest.mark.parametrize("stage", ["sync", "snapshot", "done"])
 @pytest.mark.parametrize("other", [1, 2])
-@pytest.mark.parametrize("backups", [1, 2])
+@pytest.mark.parametrize("backups", [1, slow(2)])
 def test_keeper_killed_together_with_another_task(undisturbed: JobResult, stage: str, other: int, backups: int) -> None:
     for epoch in (1, EPOCHS - 1):
         kills: Kills = {(0, epoch): stage, (other, epoch): stage}
@@ -87,7 +91,7 @@ def test_keeper_killed_together_with_another_task(undisturbed: JobResult, stage:
         assert killed.failovers >= 2
 
 
-@pytest.mark.parametrize("order", range(1, 7))
+@pytest.mark.parametrize("order", [1, 2, *map(slow, range(3, 9))])
 def test_many_kills(undisturbed: JobResult, order: int) -> None:
     kills: Kills = {(0, 1): "snapshot", (1, 1): "done", (2, 2): "processor", (0, 3): "commit", (1, 4): "sync"}
     killed = run(descent(backups=2), kills=kills, order=order, nodes=6)
@@ -226,7 +230,7 @@ def mixed(task_id: int) -> tg.Task:
     return (Clock, Other, Counted, Counted, Other)[task_id]()
 
 
-@pytest.mark.parametrize("task", range(5))
+@pytest.mark.parametrize("task", [slow(0), 1, 2, slow(3), slow(4)])
 def test_groups_have_keepers_of_their_own(task: int) -> None:
     several = job(mixed, tasks=5, epochs=4)
     plain = run(several)

@@ -1,0 +1,126 @@
+"""Shared state of a simulated job: a number that follows from the epoch alone, equal on the tasks that declare it.
+
+In some jobs one task makes another number in one epoch, which must not commit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from taskgraph.graph.values import decode
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.messages import Encoded
+from taskgraph.testing.simulate.runs import Violation
+
+__all__ = ["Sharing", "with_shared"]
+
+SHARE = 0.3
+"""Share of the jobs with shared state."""
+STRAY_SHARE = 0.2
+"""Share of these in which it differs in one epoch."""
+_SALT = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which tasks share a number.
+
+    Attributes:
+        tasks: those that declare it; the lowest keeps it.
+        stray: (task, epoch): after this epoch the task has another number than the others.
+    """
+
+    seed: int
+    tasks: frozenset[int] = frozenset()
+    stray: tuple[int, int] | None = None
+
+    @classmethod
+    def draw(
+        cls, rng: random.Random, seed: int, able: Collection[int], own_state: Collection[int], epochs: int
+    ) -> Sharing:
+        """Draws which of the tasks that are `able` share. The keeper has state of its own, as `own_state` says."""
+        if rng.random() >= SHARE:
+            return cls(seed)
+        tasks = {task for task in able if rng.random() < 0.85}
+        while tasks and min(tasks) not in own_state:
+            tasks.discard(min(tasks))
+        stray = None
+        if len(tasks) > 1 and rng.random() < STRAY_SHARE:
+            stray = rng.choice(sorted(tasks)), rng.randrange(epochs)
+        return cls(seed, frozenset(tasks), stray)
+
+    @property
+    def keeper(self) -> int | None:
+        return min(self.tasks, default=None)
+
+    def number(self, boundary: int) -> int:
+        """Returns the shared number of a boundary."""
+        value = self.seed
+        for epoch in range(boundary):
+            value = self.next(value, epoch)
+        return value
+
+    def next(self, value: int, epoch: int) -> int:
+        """Returns the number after an epoch that began with `value`."""
+        value = (value * _SALT + epoch + 1) & _MASK
+        return value ^ (value >> 29)
+
+    def is_refusal(self, reason: str) -> bool:
+        """True if a job failed with the reason that `stray` gives."""
+        if self.stray is None:
+            return False
+        task, epoch = self.stray
+        named = f"epoch {epoch}: self.common is declared as shared, and differs between task "
+        _, found, rest = reason.partition(named)
+        return bool(found) and f"task {task}," in f"task {rest.partition(', after')[0]},".replace(" and ", ", ")
+
+    def check_commit(self, epoch: int) -> None:
+        """Checks that an epoch in which the number differs does not commit."""
+        if self.stray is not None and self.stray[1] == epoch:
+            raise Violation(f"epoch {epoch} committed, in which task {self.stray[0]} has other shared state")
+
+    def check_boundary(self, task: int, held: Boundary, where: str) -> None:
+        """Checks the committed boundary of one replica."""
+        self.check_value(task, held.value, held.stamp.epoch, where)
+        if held.shared is not None:
+            self._check(int(decode(held.shared)["common"][0]), held.stamp.epoch, f"{where}, beside")
+
+    def check_value(self, task: int, value: Encoded, epoch: int, where: str) -> None:
+        """Checks the value of a boundary, or a file of a checkpoint: that of the keeper alone has the number."""
+        if task not in self.tasks:
+            return
+        state = decode(value)["state"]
+        if task == self.keeper:
+            self._check(int(state["common"][0]), epoch, where)
+        elif "common" in state:
+            raise Violation(
+                f"{where}: boundary {epoch} of task {task} has shared state, which task {self.keeper} keeps"
+            )
+
+    def _check(self, number: int, epoch: int, where: str) -> None:
+        if number != self.number(epoch):
+            raise Violation(f"{where}: the shared state is not that of boundary {epoch}")
+
+
+def with_shared(kind: Any, sharing: Sharing) -> Any:
+    """Returns a subclass with a shared number, which it checks at each sync point."""
+
+    class Shared(kind, shared=["common"]):  # type: ignore[misc, call-arg]
+        def setup(self) -> None:
+            super().setup()
+            self.common = np.array([sharing.number(0)], dtype=np.uint64)
+
+        def _finish_epoch(self, epoch: Any, after: int) -> None:
+            before = int(self.common[0])
+            if before != sharing.number(epoch.number):
+                raise Violation(f"task {self.task_id} has the shared state of another boundary in epoch {epoch.number}")
+            self.common[0] = sharing.next(before, epoch.number) ^ (sharing.stray == (self.task_id, epoch.number))
+            super()._finish_epoch(epoch, after)
+
+    return Shared
