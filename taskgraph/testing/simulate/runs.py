@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.protocol.messages import Stamp
+from taskgraph.testing.simulate.violation import Violation
 
 if TYPE_CHECKING:
     from taskgraph.testing.simulate.workload import Step
 
 __all__ = ["Run", "Runs", "Violation"]
-
-
-class Violation(AssertionError):
-    """Raised if the protocol breaks one of its guarantees."""
 
 
 @dataclass

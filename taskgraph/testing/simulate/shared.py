@@ -15,7 +15,7 @@ import numpy as np
 from taskgraph.graph.values import decode
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded
-from taskgraph.testing.simulate.runs import Violation
+from taskgraph.testing.simulate.violation import Violation
 
 __all__ = ["Sharing", "with_shared"]
 
