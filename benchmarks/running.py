@@ -132,7 +132,7 @@ class RunningJob:
 
     async def until_settled(self, nodes: int, *, timeout_s: float = 30.0) -> None:
         """As many nodes, every task with all its backups, and nothing moved for half a second."""
-        tasks, backups = range(self._job.tasks), self._job.backups
+        tasks, backups = range(self._job.all_tasks), self._job.backups
 
         def whole(view: JobView) -> bool:
             live = set(view.live_nodes(self.run))
