@@ -77,7 +77,7 @@ def alone(optimizer: Any = "adagrad", epochs: int = 5) -> dict[int, float]:
     return digests
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_job_has_the_bits_of_a_loop(optimizer: str) -> None:
     assert tg.testing.run(job(optimizer)).values == alone(optimizer)
 
@@ -96,8 +96,8 @@ def test_coroutines_have_the_same_bits() -> None:
     [
         {(3, 2): "processor"},
         {(4, 1): "sync", (0, 3): "processor"},
-        {(3, 1): "snapshot", (4, 2): "done", (1, 3): "done"},
-        {(3, 3): "compose", (0, 3): "committed"},
+        pytest.param({(3, 1): "snapshot", (4, 2): "done", (1, 3): "done"}, marks=pytest.mark.slow),
+        pytest.param({(3, 3): "compose", (0, 3): "committed"}, marks=pytest.mark.slow),
     ],
 )
 def test_every_push_counts_once_whatever_dies(kills: dict[tuple[int, int], str]) -> None:

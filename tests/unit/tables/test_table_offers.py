@@ -11,7 +11,7 @@ import taskgraph as tg
 from taskgraph.node.router import Router
 from taskgraph.protocol.messages import Call, Offer, Offers, Reply
 
-ROWS, CHANGED, WIDTH, EPOCHS = 100_000, 1_000, 16, 8
+ROWS, CHANGED, WIDTH, EPOCHS = 100_000, 1_000, 16, 6
 ROW_BYTES = 8 + 4 * WIDTH
 
 
@@ -56,11 +56,12 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 def test_offer_has_the_changed_rows_only(sent: dict[int, int]) -> None:
     assert tg.testing.run(job()).reports[-1].numbers["total"] == TOTAL
     later = [size for boundary, size in sent.items() if boundary > 2]
-    assert len(later) >= EPOCHS - 4
+    assert len(later) >= EPOCHS - 3
     assert max(later) < 1.2 * CHANGED * ROW_BYTES, "some 1 % of the table"
 
 
-@pytest.mark.parametrize("kills", [{(1, 3): "done", (1, 5): "snapshot"}, {(1, 4): "processor", (0, 6): "done"}])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [{(1, 3): "done", (1, 4): "snapshot"}, {(1, 4): "processor", (0, 5): "done"}])
 def test_backup_takes_over_with_all_rows(kills: dict[tuple[int, int], str]) -> None:
     assert tg.testing.run(job(), kills=kills).reports[-1].numbers["total"] == TOTAL
 

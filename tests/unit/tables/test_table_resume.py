@@ -36,7 +36,7 @@ class Learner(tg.Task, state=["seen"]):
 
 
 @tg.job
-def learn(servers: int = 2, epochs: int = 12, place: str = "", optimizer: str = "adam", other: bool = False) -> tg.Job:
+def learn(servers: int = 2, epochs: int = 9, place: str = "", optimizer: str = "adam", other: bool = False) -> tg.Job:
     more: dict[str, Any] = {"items": tg.Table(2)} if other else {}
     return tg.Job(
         tasks=2,
@@ -48,20 +48,20 @@ def learn(servers: int = 2, epochs: int = 12, place: str = "", optimizer: str = 
     )
 
 
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_rows_move_to_other_servers(tmp_path: Path, servers: int) -> None:
     expected = tg.run(learn(), nodes=0).values
     place = tmp_path.as_uri()
-    tg.run(learn(epochs=8, place=place), nodes=0)
+    tg.run(learn(epochs=6, place=place), nodes=0)
     resumed = tg.run(learn(servers=servers, place=place), nodes=0, resume=True)
     assert resumed.values == expected
-    assert resumed.epochs == 12
-    assert tg.run(learn(epochs=14, place=place), nodes=0, resume=True).epochs == 14, "and back again"
+    assert resumed.epochs == 9
+    assert tg.run(learn(epochs=11, place=place), nodes=0, resume=True).epochs == 11, "and back again"
 
 
 def test_other_tables_are_refused(tmp_path: Path) -> None:
     place = tmp_path.as_uri()
-    tg.run(learn(epochs=8, place=place), nodes=0)
+    tg.run(learn(epochs=6, place=place), nodes=0)
     with pytest.raises(tg.CheckpointError, match="here it is 2 tasks of table users, 2 tasks of table items"):
         tg.run(learn(place=place, other=True), nodes=0, resume=True)
     with pytest.raises(tg.JobFailed, match="use those that it was written with"):
@@ -72,5 +72,5 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
 def test_nodes_resume_with_other_servers(tmp_path: Path) -> None:
     place = tmp_path.as_uri()
     expected = tg.run(learn(), nodes=0).values
-    tg.run(learn(epochs=8, place=place), nodes=2)
+    tg.run(learn(epochs=6, place=place), nodes=2)
     assert tg.run(learn(servers=4, place=place), nodes=3, resume=True).values == expected

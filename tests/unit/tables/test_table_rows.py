@@ -136,6 +136,7 @@ def test_rows_are_those_of_a_dense_optimizer(name: str) -> None:
     assert np.array_equal(store.pull(np.arange(30)), rows)
 
 
+@pytest.mark.slow  # it imports PyTorch
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "adam"])
 def test_optimizers_are_those_of_pytorch(name: str) -> None:
     torch = pytest.importorskip("torch")
@@ -171,7 +172,7 @@ def test_store_is_that_of_a_dict(name: str) -> None:
     table = Table(2, optimizer=name, lr=0.1)  # type: ignore[arg-type]
     rule, store = table.rule, Store(table, SEED)
     plain: dict[int, tuple[Array, dict[str, Array]]] = {}
-    for number in range(300):
+    for number in range(120):
         ids = rng.integers(-500, 500, int(rng.integers(0, 60)))
         gradients = rng.normal(size=(len(ids), 2)).astype(np.float32)
         store.push(ids, gradients, 0.1)
@@ -182,9 +183,9 @@ def test_store_is_that_of_a_dict(name: str) -> None:
             new = (Store(table, SEED).pull(np.array([one])), rule.first_slots(1, 2, np.dtype(np.float32)))
             rows, slots = plain.get(one, new)
             plain[one] = rule.change(rows, slots, total, 0.1)
-        if number % 100 == 50:
+        if number % 50 == 25:
             store = Store(table, SEED, store.segments)
-    wanted = rng.integers(-500, 500, 2000)
+    wanted = rng.integers(-500, 500, 1000)
     pulled = store.pull(wanted)
     for one, row in zip(wanted.tolist(), pulled, strict=True):
         expected = plain[one][0][0] if one in plain else Store(table, SEED).pull(np.array([one]))[0]
@@ -201,7 +202,7 @@ def test_log_stays_small_and_changes_are_few() -> None:
     rng = np.random.default_rng(6)
     store = Store(Table(1, init="zeros"), SEED)
     written, changed, before = 0, 0, set[int]()
-    for _ in range(600):
+    for _ in range(300):
         ids = rng.choice(5000, 100, replace=False)
         store.push(ids, np.ones((100, 1), np.float32), 0.1)
         sizes = {id(segment): len(segment["ids"]) for segment in store.segments}

@@ -29,7 +29,7 @@ class Saver(tg.Task):
         table.push(ids, np.full((200, 3), epoch.number + 1, np.float32))
 
 
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_saved_table_is_that_of_the_beginning(tmp_path: Path, servers: int) -> None:
     file = tmp_path / "users.parquet"
     for url in (str(file), file.as_uri()):
@@ -43,6 +43,7 @@ def test_saved_table_is_that_of_the_beginning(tmp_path: Path, servers: int) -> N
     assert pandas.read_parquet(file).columns.tolist() == ["id", "0", "1", "2"]
 
 
+@pytest.mark.slow
 def test_large_tables_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.tables.client._ROWS_AT_A_TIME", 16)
     test_saved_table_is_that_of_the_beginning(tmp_path, 3)
