@@ -151,7 +151,10 @@ def row(name: str, function: Callable[[Any], Any], pieces: int, who: str) -> dic
     return found
 
 
-WORKS = {"short": functools.partial(row, "short", spin, SHORT), "empty": functools.partial(row, "empty", nothing, EMPTY)}
+WORKS = {
+    "short": functools.partial(row, "short", spin, SHORT),
+    "empty": functools.partial(row, "empty", nothing, EMPTY),
+}
 
 
 def main() -> None:

@@ -30,10 +30,12 @@ __all__ = [
     "add_to_path",
     "check_no_loop",
     "check_not_importing",
+    "check_not_in_piece",
     "load_driver",
     "load_file",
     "load_module",
     "make_job",
+    "note_piece",
     "reference_of",
 ]
 
@@ -41,6 +43,7 @@ _NOT_USER_CODE = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("
 _MAX_FILES_NAMED = 10
 """Files of a directory that are named in a message."""
 _importing: ContextVar[str] = ContextVar("_importing", default="")
+_in_piece: ContextVar[bool] = ContextVar("_in_piece", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +284,17 @@ def check_not_importing(job: str) -> None:
             f"{_importing.get()} starts job {job!r} while it is imported, and every node imports it: put that under "
             f"`if __name__ == '__main__':`"
         )
+
+
+def note_piece(at_work: bool) -> None:
+    """Notes that this thread computes a piece of a map or of `run.shards`, or has ended it."""
+    _in_piece.set(at_work)
+
+
+def check_not_in_piece(job: str) -> None:
+    """Raises JobError in a piece: nodes that start nodes would be many."""
+    if _in_piece.get():
+        raise JobError(f"job {job!r} is started in a piece, where it can run in that process only: give it nodes=0")
 
 
 def check_no_loop(what: str, instead: str) -> None:

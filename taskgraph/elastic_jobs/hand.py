@@ -25,8 +25,8 @@ _GROWTH: Final = 8
 """The queue grows by this factor at most, over what was finished: the first pieces may be shorter than the others."""
 _MOST: Final = 4096
 """Pieces in the queue at most: their numbers are a message of some 10 kB."""
-_WEIGHT: Final = 0.1
-"""Weight of the newest duration in the typical one."""
+_WEIGHT: Final = 0.03
+"""Weight of the newest duration in the typical one, after the first 33: pieces may become slower or faster."""
 _OVERDUE: Final = 3.0
 """A piece that takes so many times the typical duration, and some rounds, leaves its worker without a queue."""
 
@@ -101,8 +101,9 @@ class Hand:
             assert self._at_work is not None
             took_s = self._clock() - self._at_work[1]
             typical = self.typical_s
-            self.typical_s = took_s if typical is None else typical + _WEIGHT * (took_s - typical)
             self.count += 1
+            weight = max(_WEIGHT, 1 / self.count)
+            self.typical_s = took_s if typical is None else typical + weight * (took_s - typical)
             self._at_work = None
             self._finished.append(finished)
             first, due = len(self._finished) == 1, not self._queue

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.driver.loading import note_piece
 from taskgraph.elastic_jobs.dealing import Dealing, Gifts
 from taskgraph.elastic_jobs.hand import Finished
 from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
@@ -93,6 +94,7 @@ class Pieces:
             return None
         if progress.watch is not None:
             progress.watch.shard("part", self._dealing.tally.ledger.done)
+        note_piece(True)
         number = int(self._numbers[ticket.piece])
         seed_generators(derived_seed(progress.node.spec.seed, PIECE, ticket.pass_number, number))
         return ticket
@@ -114,6 +116,7 @@ class Pieces:
         ticket, watch, gifts = self.at_work, self.run.progress.watch, self.run.gifts
         assert ticket is not None
         self.at_work = None
+        note_piece(False)
         gift = None if gifts is None else gifts.take(ticket, counts=error is None)
         text = "" if error is None else UserCodeError("", error).traceback_text
         self._dealing.hand.finish(Finished(ticket, rows, gift, text))

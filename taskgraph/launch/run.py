@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 from taskgraph.coordination.api import AccessRefused, DataLost
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.opening import opened
-from taskgraph.driver.loading import check_no_loop, check_not_importing
+from taskgraph.driver.loading import check_no_loop, check_not_importing, check_not_in_piece
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import (
     CoordinationError,
@@ -242,6 +242,7 @@ async def _on_nodes(
     timeout_s: float | None,
 ) -> JobResult[T]:
     """Runs a job on node processes of this host."""
+    check_not_in_piece(job.name)
     access.listening.check(nodes)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         log.warning("this program ignores SIGCHLD: how a node or etcd ended is unknown, and reported as exit code 255")

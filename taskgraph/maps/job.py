@@ -12,7 +12,7 @@ from taskgraph.elastic_jobs.shards import Pieces
 from taskgraph.errors import PieceFailed
 from taskgraph.graph.values import encode
 from taskgraph.maps.functions import find
-from taskgraph.maps.records import Kind, PieceFile, Record, RecordWriter
+from taskgraph.maps.records import AtWork, Kind, PieceFile, Record, RecordWriter
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.dealing import Ledger
 
@@ -32,10 +32,12 @@ def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, o
     todo = np.load(Path(folder) / f"todo-{call}.npy")
     ledger = Ledger(len(todo), attempts=attempts, on_error=on_error)
     writer = RecordWriter(Path(folder) / f"{call}-{run.worker}.results")
+    at_work = AtWork(Path(folder) / f"{call}-{run.worker}.at")
     dealt = Pieces(run, ledger, f"tg.map {call}", numbers=todo, keep=writer.flush)
     try:
         while (ticket := dealt.next()) is not None:
             number = int(todo[ticket.piece])
+            at_work.note(number)
             try:
                 value = encode(compute(pieces[number]), what=f"the result of piece {number} of the map")
             except Exception as error:
@@ -51,5 +53,6 @@ def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, o
         writer.write(Record(Kind.FAILED, failed.piece, 0, said))
         raise
     finally:
+        at_work.note(-1)
         writer.close()
     return len(todo)

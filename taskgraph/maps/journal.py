@@ -3,8 +3,9 @@
     {root}/{name}.lock              an empty file: one caller at a time
     {root}/{name}/manifest.json     the function, and a digest of the pieces
     {root}/{name}/pieces            the pieces as values; `offsets.npy` says where each begins
-    {root}/{name}/todo-{run}.npy    numbers of the pieces that a call has to compute
+    {root}/{name}/todo-{run}.npy    numbers of the pieces that a job has to compute
     {root}/{name}/{run}-*.results   results and errors, a file for each worker
+    {root}/{name}/{run}-*.at        the piece that each worker computes
 
 A map that ends well leaves nothing. One that failed, was ended or was killed leaves its folder; of these the newest
 `_KEPT` stay.
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import JobError, JobRunning, TaskGraphError
 from taskgraph.launch.entries import locked
-from taskgraph.maps.records import Kind, Record, RecordReader, write_pieces
+from taskgraph.maps.records import AtWork, Record, RecordReader, write_pieces
 from taskgraph.system.files import write_whole
 
 __all__ = ["Journal", "maps_root"]
@@ -62,13 +63,13 @@ class Journal:
 
     Attributes:
         folder: the directory.
-        run: the name of this call, in files.
+        run: the name of the job that runs, in files.
     """
 
     def __init__(self, name: str, *, keep: bool) -> None:
         self.name = name
         self.keep = keep
-        self.run = secrets.token_hex(4)
+        self.run = ""
         self._root = maps_root()
         self.folder = self._root / name
         self._stack = ExitStack()
@@ -123,7 +124,7 @@ class Journal:
         except (FileNotFoundError, ValueError):  # none, or a caller that was killed before it had written one
             self.begin(function, pieces)
             return
-        scratch = self.folder / f"new-{self.run}"
+        scratch = self.folder / f"new-{secrets.token_hex(4)}"
         scratch.mkdir()
         try:
             digest = write_pieces(scratch, pieces)
@@ -146,8 +147,9 @@ class Journal:
     def _manifest(function: str, pieces: int, digest: bytes) -> dict[str, Any]:
         return {"format": _FORMAT, "function": function, "pieces": pieces, "digest": digest.hex()}
 
-    def write_todo(self, numbers: NDArray[np.int64]) -> None:
-        """Writes which pieces this call has to compute."""
+    def begin_job(self, numbers: NDArray[np.int64]) -> None:
+        """Begins a job that computes these pieces."""
+        self.run = secrets.token_hex(4)
         np.save(self.folder / f"todo-{self.run}.npy", numbers)
 
     def read(self) -> Iterator[Record]:
@@ -155,11 +157,10 @@ class Journal:
         for path in sorted(self.folder.glob("*.results")):
             yield from self._readers.setdefault(path, RecordReader(path)).read()
 
-    def forget_failures(self) -> None:
-        """Removes what says that the map failed, so that it can go on."""
-        for path in self.folder.glob("*.results"):
-            if path.stat().st_size and all(record.kind == Kind.FAILED for record in RecordReader(path).read()):
-                path.unlink()
+    def died_at(self) -> list[tuple[str, int]]:
+        """Returns the workers of this call that died while they computed a piece, and the piece."""
+        found = [(path.stem.partition("-")[2], AtWork.read(path)) for path in self.folder.glob(f"{self.run}-*.at")]
+        return [(worker, piece) for worker, piece in sorted(found) if piece >= 0]
 
     def _remove_old(self) -> None:
         """Keeps the newest folders that were left, and those of maps that run."""

@@ -7,7 +7,8 @@ import contextlib
 import contextvars
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -35,6 +36,10 @@ __all__ = ["imap", "map"]
 R = TypeVar("R")
 V = TypeVar("V")
 
+_DEATHS: Final = 3
+"""A piece at which so many nodes died is to blame, if all nodes have died."""
+_IN_VAIN: Final = 2
+"""So many jobs, one after the other, whose nodes all died before they had a result, are too many."""
 _POLL_S: Final = 0.01
 """How often the caller looks for results: a look is a few calls of the system."""
 
@@ -71,7 +76,7 @@ def map(
     resume: bool = False,
     name: str = "",
     progress: bool = False,
-) -> list[R | Failed]:
+) -> list[R]:
     """Calls a function with each piece, on nodes of this host, and returns the results in the order of the pieces.
 
     Pieces go to whoever is free; those of a node that dies go to others. `random`, numpy and PyTorch are seeded by the
@@ -113,7 +118,7 @@ def imap(
     resume: bool = False,
     name: str = "",
     progress: bool = False,
-) -> Iterator[tuple[int, R | Failed]]:
+) -> Iterator[tuple[int, R]]:
     """Calls a function with each piece, as `tg.map` does, and yields number and result of each piece as they come.
 
     It begins with the first result that is asked for. Leaving the loop early ends the job; `resume=True` goes on.
@@ -149,18 +154,7 @@ class _Map:
                     yield from self._read(journal)
                     self._errors.clear()
                     self._failed = None
-                todo = np.flatnonzero(self._missing)
-                if not len(todo):
-                    return
-                journal.write_todo(todo)
-                job = map_pieces(
-                    folder=str(journal.folder),
-                    call=journal.run,
-                    function=self._function,
-                    attempts=options.attempts,
-                    on_error=options.on_error,
-                )
-                yield from self._run(journal, job)
+                yield from self._compute(journal)
         finally:
             if options.nodes == 0:
                 find(self._function, forget=True)
@@ -180,10 +174,41 @@ class _Map:
         self._name = f"{self._name}-{secrets.token_hex(4)}"
         return stack.enter_context(Journal(self._name, keep=False))
 
-    def _run(self, journal: Journal, job: Job[Any]) -> Iterator[tuple[int, Any]]:
-        """Yields the results of the job while it runs, and then those of pieces that were set aside."""
+    def _compute(self, journal: Journal) -> Iterator[tuple[int, Any]]:
+        """Yields the missing results, and then those of pieces that were set aside.
+
+        If all nodes have died, another job goes on with what is missing.
+        """
         shown = MapProgress(self._name, len(self._pieces), int((~self._missing).sum()), self._options.progress)
-        with _Running(job, self._options.nodes, self._name, shown) as running, shown:
+        deaths, in_vain = Counter[int](), 0
+        with shown:
+            while self._missing.any():
+                before = int(self._missing.sum())
+                error = yield from self._run(journal, shown)
+                if error is None:
+                    break
+                died = journal.died_at()
+                deaths.update(piece for _, piece in died)
+                in_vain = in_vain + 1 if self._missing.sum() == before else 0
+                if not died or in_vain >= _IN_VAIN or self._failed is not None or max(deaths.values()) >= _DEATHS:
+                    raise self._explained(error, died, deaths).with_traceback(None)
+        for number in np.flatnonzero(self._missing).tolist():
+            if number not in self._errors:
+                raise JobFailed(f"map {self._name!r}: the result of piece {number} is not there: was its file removed?")
+            yield number, self._errors[number]
+
+    def _run(self, journal: Journal, shown: MapProgress) -> Generator[tuple[int, Any], None, BaseException | None]:
+        """Runs a job for what is missing, and yields its results. Returns what has ended it, unless it ended well."""
+        options = self._options
+        journal.begin_job(np.flatnonzero(self._missing))
+        job = map_pieces(
+            folder=str(journal.folder),
+            call=journal.run,
+            function=self._function,
+            attempts=options.attempts,
+            on_error=options.on_error,
+        )
+        with _Running(job, options.nodes, self._name, shown) as running:
             over = False
             while not over:
                 over = running.wait(_POLL_S)  # looked at before the files: these have all then
@@ -191,11 +216,7 @@ class _Map:
                     shown.done(number)
                     yield number, result
                 shown.tick(self._errors.values())
-            self._check(running.error)
-        for number in np.flatnonzero(self._missing).tolist():
-            if number not in self._errors:
-                raise JobFailed(f"map {self._name!r}: the result of piece {number} is not there: was its file removed?")
-            yield number, self._errors[number]
+            return running.error
 
     def _read(self, journal: Journal) -> Iterator[tuple[int, Any]]:
         """Yields the first result of each piece among what the workers have written."""
@@ -213,18 +234,28 @@ class _Map:
         if record.kind == Kind.FAILED and self._failed is None:
             self._failed = failed
 
-    def _check(self, error: BaseException | None) -> None:
-        """Raises what has ended the job, unless it ended well."""
-        if error is None:
-            return
-        if self._failed is not None and isinstance(error, JobFailed):
-            piece, node, traceback = self._failed.piece, self._failed.node, self._failed.traceback
-            text = f"map {self._name!r}: piece {piece} raised on {node}, in {self._options.attempts} attempts"
-            error = PieceFailed(text, piece=piece, node=node, traceback=traceback, job=self._name)
+    def _explained(self, error: BaseException, died: list[tuple[str, int]], deaths: Counter[int]) -> BaseException:
+        """Returns the error for what has ended the job: of a piece, if one is to blame."""
+        if isinstance(error, JobFailed) and self._failed is not None:
+            failed, often = self._failed, f"raised on {self._failed.node}, in {self._options.attempts} attempts"
+            error = self._piece_failed(failed.piece, failed.node, often, failed.traceback)
+        elif isinstance(error, JobFailed) and deaths:
+            (piece, times), *_ = deaths.most_common()
+            node = next((worker for worker, at in reversed(died) if at == piece), "")
+            if times > 1:
+                often = (
+                    f"ended its process {times} times, on {node} the last time: os._exit, a crash in an extension, or "
+                    f"more memory than there is"
+                )
+                error = self._piece_failed(piece, node, often, "")
         done = int((~self._missing).sum())
         if done and (self._options.nodes or self._options.name):
             error.add_note(f"{done} of {len(self._pieces)} pieces are done: resume=True (--resume) computes the others")
-        raise error.with_traceback(None)
+        return error
+
+    def _piece_failed(self, piece: int, node: str, often: str, traceback: str) -> PieceFailed:
+        text = f"map {self._name!r}: piece {piece} {often}"
+        return PieceFailed(text, piece=piece, node=node, traceback=traceback, job=self._name)
 
 
 class _Running:

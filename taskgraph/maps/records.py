@@ -22,10 +22,11 @@ import numpy as np
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Kind", "PieceFile", "Record", "RecordReader", "RecordWriter", "packed", "write_pieces"]
+__all__ = ["AtWork", "Kind", "PieceFile", "Record", "RecordReader", "RecordWriter", "packed", "write_pieces"]
 
 _HEAD: Final = struct.Struct("<BqIIQ16s")
 """Kind, piece, attempt, number of buffers, bytes of meta, digest; the sizes of the buffers follow."""
+_AT: Final = struct.Struct("<q")
 _WHOLE_BYTES: Final = 1 << 18
 """Records that wait take so much at most: larger ones are written at once."""
 _CHUNK_BYTES: Final = 1 << 22
@@ -119,6 +120,24 @@ class RecordWriter:
     def close(self) -> None:
         self.flush()
         os.close(self._file)
+
+
+class AtWork:
+    """A file with the number of the piece that a worker computes; -1: none. It outlives the process."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(_AT.pack(-1))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _AT.size)
+
+    def note(self, piece: int) -> None:
+        self._memory[:] = _AT.pack(piece)
+
+    @staticmethod
+    def read(path: Path) -> int:
+        """Returns the number in a worker's file; -1 also if there is none yet."""
+        data = path.read_bytes()
+        return _AT.unpack(data)[0] if len(data) == _AT.size else -1
 
 
 class RecordReader:

@@ -54,7 +54,7 @@ class MapProgress:
         self._clock = clock
         self._shown_at = clock()
         self._times = deque([(clock(), before)])
-        self._errors: Counter[str] = Counter()
+        self._errors: Collection[Failed] = ()
         self._workers = 0
 
     def __enter__(self) -> MapProgress:
@@ -84,21 +84,21 @@ class MapProgress:
         Args:
             errors: the last error of each piece that raised.
         """
-        now = self._clock()
+        self._errors, now = errors, self._clock()
         if not self.on or now - self._shown_at < (_REFRESH_S if self._live else _LINE_S):
             return
         self._shown_at = now
         self._times.append((now, self._done))
         while self._times[0][0] < now - _WINDOW_S:
             self._times.popleft()
-        self._errors = Counter(error_name(each.traceback) for each in errors)
         self._write(f"\r\x1b[2K{self._text()}" if self._live else f"{self._text()}\n")
 
     def _text(self) -> str:
         (began, before), now = self._times[0], self._clock()
         rate = (self._done - before) / (now - began) if now > began else 0.0
         columns = shutil.get_terminal_size().columns - 1 if self._live else 200
-        return progress_text(self._name, self._done, self._total, rate, self._workers, self._errors, columns)
+        errors = Counter(error_name(each.traceback) for each in self._errors)
+        return progress_text(self._name, self._done, self._total, rate, self._workers, errors, columns)
 
     def _write(self, text: str) -> None:
         """Writes a text. After an error it writes nothing more: a map goes on though its output has no reader."""

@@ -81,15 +81,23 @@ async def test_interrupted_command_goes_on(cli: Cli) -> None:
     await cli.nothing_left()
 
 
+async def test_piece_that_ends_its_process_is_named(cli: Cli) -> None:
+    (cli.cwd / "fatal.py").write_text("import os\ndef fatal(line):\n    return int(line) or os._exit(9)\n")
+    (cli.cwd / "lines").write_text("1\n2\n0\n3\n")
+    done = await cli("map", "fatal.py:fatal", "--lines", "lines", "--nodes", "1")
+    assert done.code == 1 and "map 'fatal': piece 2 ended its process 3 times" in done.err, done.err
+    await cli.nothing_left()
+
+
 async def at_gate(cli: Cli, nodes: int) -> Command:
-    options = ("-o", f"gate={cli.gate}", "-o", f"hurry={cli.root / 'hurry'}")
+    options = ("-o", f"gate={cli.gate}", "-o", f"finish={cli.root / 'finish'}")
     run = await cli.start("run", SHARDED, "--nodes", str(nodes), "--json", *options)
     await becomes(lambda: len(list(cli.root.glob("gate-n*"))) == nodes)
     return run
 
 
 async def value_of(cli: Cli, run: Command) -> Any:
-    (cli.root / "hurry").touch()
+    (cli.root / "finish").touch()
     done = await run.done()
     assert done.code == 0, done.err
     return json.loads(done.out.splitlines()[-1])["values"]["0"]

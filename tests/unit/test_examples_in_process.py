@@ -271,3 +271,18 @@ def test_elastic_examples_have_the_same_bits_with_kills(
 def test_examples_name_their_command(example: str) -> None:
     text = (EXAMPLES / f"{example}.py").read_text()
     assert f"taskgraph run examples/{example}.py --nodes 4" in text.split('"""')[1]
+
+
+def test_word_counts_are_those_of_one_process(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.txt" for number in range(90)]
+    for number, path in enumerate(paths):
+        path.write_text(f"Words and more words: {'spam ' * number}\n")
+    files = [str(path) for path in paths]
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import wordcount
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    found = wordcount.counted(files, nodes=0)
+    assert found == wordcount.count(files) and found["spam"] == sum(range(90)) and found["words"] == 180
+    assert len(wordcount.texts()) > 10

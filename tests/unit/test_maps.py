@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
+from taskgraph.graph.values import decode, encode
 from taskgraph.maps.functions import find, reference
+from taskgraph.maps.records import Kind, Record, RecordReader, RecordWriter, packed
+from taskgraph.maps.showing import progress_text
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +122,15 @@ def test_a_map_in_a_piece() -> None:
     assert tg.map(job_in_a_piece, [2, 3], nodes=0) == [[1, 1], [1, 1, 2]]
 
 
+def job_on_nodes_in_a_piece(x: int) -> Any:
+    return tg.map(math.factorial, range(x), nodes=2)
+
+
+def test_no_nodes_in_a_piece() -> None:
+    with pytest.raises(tg.PieceFailed, match="is started in a piece"):
+        tg.map(job_on_nodes_in_a_piece, [2], nodes=0, attempts=1)
+
+
 class Named:
     @staticmethod
     def method(x: int) -> int:
@@ -165,3 +178,47 @@ def test_functions_that_nodes_cannot_import(function: Any, message: str) -> None
 def test_arguments_are_checked(options: Any, message: str) -> None:
     with pytest.raises(tg.JobError, match=message):
         tg.map(odd, [1], **options)
+
+
+def record(number: int, value: Any) -> Record:
+    return Record(Kind.RESULT, number, 0, encode(value))
+
+
+def test_records_are_read_while_the_file_grows(tmp_path: Path) -> None:
+    path = tmp_path / "found"
+    data = [packed(record(number, value)) for number, value in enumerate([1, "two", np.arange(2_000_000), None])]
+    whole = b"".join(data)
+    path.touch()
+    reader, found, at = RecordReader(path), list[Record](), 0
+    for end in (10, len(data[0]), len(data[0]) + 30, len(whole) - 60, len(whole) - 1, len(whole)):
+        with path.open("ab") as file:
+            file.write(whole[at:end])
+        at = end
+        found += reader.read()
+    assert [each.piece for each in found] == [0, 1, 2, 3] and not list(reader.read())
+    assert (decode(found[2].value) == np.arange(2_000_000)).all() and decode(found[3].value) is None
+
+
+def test_small_records_are_written_together(tmp_path: Path) -> None:
+    writer, reader = RecordWriter(tmp_path / "found"), RecordReader(tmp_path / "found")
+    writer.write(record(0, 1))
+    assert not list(reader.read())
+    writer.flush()
+    assert len(list(reader.read())) == 1
+    writer.write(record(1, 2))
+    writer.write(record(2, np.zeros(100_000)))
+    assert [each.piece for each in reader.read()] == [1, 2]
+    writer.close()
+
+
+def test_one_line_of_progress() -> None:
+    text = progress_text("squares", 1200, 10_000, 530.0, 4, Counter({"ValueError": 2}), 80)
+    assert text == "squares  1200/10000  12%  530 pieces/s  0:17 left  4 nodes  2 failed: 2 ValueErr"
+    assert progress_text("a", 3, 3, 0.5, 0, Counter(), 80) == "a  3/3  100%  0.5 pieces/s"
+    assert progress_text("a", 0, 9000, 0.5, 1, Counter(), 80) == "a  0/9000  0%  0.5 pieces/s  5:00:00 left  1 node"
+
+
+def test_progress_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    tg.map(odd, [1, 2, 3], nodes=0, on_error="set aside", progress=True, name="odd")
+    line = capsys.readouterr().err
+    assert line.startswith("odd  2/3  66%") and line.endswith("1 failed: 1 ValueError\n")
