@@ -10,10 +10,11 @@ with a round in which each lane is opened, and the first row found; it ends when
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,10 @@ from taskgraph.sources.reading import Source, order, rows_of
 
 __all__ = ["LaneOptions", "Lanes"]
 
-_CARRIED = "lane"
+_CARRIED: Final = "lane"
 """What a part carries with its sums: spans of rows that it has read, and the position behind them."""
+_END: Final = object()
+"""In place of the next row: the lane has ended."""
 Opening = Callable[[Callable[[int], Any], Sequence[int]], list[Any]]
 """Calls a function with each number on some worker; returns all results, on all workers."""
 
@@ -247,58 +250,61 @@ class _Reader:
     def __init__(self, pieces: Sequence[int], rows_of: Callable[[int], Iterator[Any]]) -> None:
         self._pieces = pieces
         self._rows_of = rows_of
-        self._rows: Iterator[tuple[At, Any]] = iter(())
-        self._next: tuple[At, Any] | None = None
+        self._at = At(0, 0)  # of the next row
+        self._next: Any = _END
+        self._piece: Iterator[Any] = iter(())  # the open piece
+        self._rows = self._piece  # what follows the next row in it
         self._last: tuple[At, _Rows] | None = None
 
     def begin(self) -> tuple[int, int] | None:
         """Opens the lane. Returns the position of its first row; None: it has no rows."""
         self._seek(At(0, 0))
-        return None if self._next is None else (self._next[0].piece, self._next[0].offset)
+        return None if self._next is _END else (self._at.piece, self._at.offset)
 
     def read(self, at: At, count: int) -> _Rows:
         """Reads the row at a position, and those that follow, `count` at most."""
         if self._last is not None and self._last[0] == at:
             return self._last[1]
-        if self._next is None or self._next[0] != at:
+        if self._next is _END or self._at != at:
             self._seek(at)
-        if self._next is None or self._next[0] != at:
+        if self._next is _END or self._at != at:
             raise StepError(
                 f"piece {self._pieces[at.piece]} of the source had more than {at.offset} rows when it was read first, "
                 f"and has fewer now: read(piece) has to give the same rows each time, on every worker"
             )
         rows: list[Any] = []
-        spans: list[list[int]] = []
-        while self._next is not None and len(rows) < count:
-            (index, offset), row = self._next
-            piece = self._pieces[index]
-            if spans and spans[-1][0] == piece:
-                spans[-1][2] += 1
-            else:
-                spans.append([piece, offset, 1])
-            rows.append(row)
-            self._next = next(self._rows, None)
-        read = _Rows(rows, np.array(spans, np.int64), None if self._next is None else self._next[0])
+        spans: list[tuple[int, int, int]] = []
+        while self._next is not _END and len(rows) < count:
+            taken = [self._next, *itertools.islice(self._rows, count - len(rows) - 1)]
+            spans.append((self._pieces[self._at.piece], self._at.offset, len(taken)))
+            rows += taken
+            self._find(self._at._replace(offset=self._at.offset + len(taken)))
+        read = _Rows(rows, np.array(spans, np.int64), None if self._next is _END else self._at)
         self._last = at, read
         return read
 
     def _seek(self, at: At) -> None:
         self.close()
-        self._rows = self._from(at)
-        self._next = next(self._rows, None)
+        self._open(at.piece)
+        self._rows = itertools.islice(self._piece, at.offset, None)
+        self._find(at)
 
-    def _from(self, at: At) -> Iterator[tuple[At, Any]]:
-        for index in range(at.piece, len(self._pieces)):
-            first = at.offset if index == at.piece else 0
-            for offset, row in enumerate(self._rows_of(self._pieces[index])):
-                if offset >= first:
-                    yield At(index, offset), row
+    def _find(self, at: At) -> None:
+        """Takes the next row: in the open piece at this position, or the first one of the pieces that follow."""
+        while (row := next(self._rows, _END)) is _END and at.piece + 1 < len(self._pieces):
+            at = At(at.piece + 1, 0)
+            self._open(at.piece)
+        self._at, self._next = at, row
+
+    def _open(self, piece: int) -> None:
+        self._piece = self._rows = self._rows_of(self._pieces[piece])
 
     def close(self) -> None:
         """Closes what is open."""
-        if (close := getattr(self._rows, "close", None)) is not None:
+        if (close := getattr(self._piece, "close", None)) is not None:
             close()
-        self._rows, self._next, self._last = iter(()), None, None
+        self._piece = self._rows = iter(())
+        self._next, self._last = _END, None
 
 
 @lru_cache(maxsize=2)

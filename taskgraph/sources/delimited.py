@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv as standard
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Final
 
 import numpy as np
@@ -11,7 +12,16 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import JobError
 from taskgraph.sources.locations import Url, find, is_compressed, open_file
-from taskgraph.sources.text import BLOCK_BYTES, Range, check_count, decoded, lines_between, ranges, skip_mark
+from taskgraph.sources.text import (
+    BLOCK_BYTES,
+    Range,
+    check_count,
+    decoded,
+    lines_between,
+    ranges,
+    skip_mark,
+    whole_text,
+)
 
 __all__ = ["Csv", "csv"]
 
@@ -75,8 +85,14 @@ class Csv:
         path, size, first, end = piece
         with open_file(path, size, decompress=True) as file:
             names, start = self._header(file, path, size)
-            at = file.seek(first or start)
-            records = standard.reader(_Consumed(lines_between(file, at, end), path), delimiter=self._delimiter)
+            at, text = first or start, None
+            if 0 <= end - first <= BLOCK_BYTES:
+                text = whole_text(path, size, first, end)
+            file.seek(at)
+            lines: Iterable[str] = _Consumed(lines_between(file, at, end), path)
+            if text is not None:
+                lines = io.StringIO(text, newline="\n")  # no newline of another kind is translated, or ends a line
+            records = standard.reader(lines, delimiter=self._delimiter)
             try:
                 for record in records:
                     if len(record) == len(names):

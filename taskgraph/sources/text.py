@@ -22,6 +22,7 @@ __all__ = [
     "lines_between",
     "ranges",
     "skip_mark",
+    "whole_text",
 ]
 
 BLOCK_BYTES: Final = 1 << 22
@@ -55,6 +56,10 @@ class Lines:
     def read(self, piece: Range, /) -> Iterator[str]:
         """Yields the lines, without their ends."""
         path, size, first, end = piece
+        if 0 <= end - first <= BLOCK_BYTES and (text := whole_text(path, size, first, end)) is not None:
+            found = text.removesuffix("\n").split("\n")
+            yield from [line.removesuffix("\r") for line in found] if "\r" in text else found
+            return
         with open_file(path, size, decompress=True) as file:
             at = skip_mark(file) if first == 0 else file.seek(first)
             for line in lines_between(file, at, end):
@@ -114,6 +119,16 @@ def line_ends(file: IO[bytes], at: int) -> Iterator[Sequence[int] | NDArray[np.i
         at += len(block)
     if not block.endswith(b"\n"):
         yield [at]
+
+
+def whole_text(path: str, size: int | None, first: int, end: int) -> str | None:
+    """Reads a range of bytes at once, which is several times as fast as line by line. None: it is not UTF-8."""
+    with open_file(path, size) as file:
+        file.seek(first)
+        try:
+            return file.read(end - first).decode()
+        except UnicodeDecodeError:
+            return None
 
 
 def lines_between(file: IO[bytes], at: int, end: int) -> Iterator[bytes]:
