@@ -118,6 +118,7 @@ class Graph:
         channels_in: (tag, producer) of every inbound channel, each once.
         channels_out: (tag, consumer) of every outbound channel.
         declarations: one for each processor; empty if one of them cannot be compared with the next epoch's.
+        collectives: their tags.
     """
 
     processors: tuple[Processor, ...]
@@ -128,6 +129,7 @@ class Graph:
     channels_in: tuple[Channel, ...]
     channels_out: tuple[Channel, ...]
     declarations: tuple[Declaration, ...]
+    collectives: tuple[str, ...]
 
     def is_reusable(self, owner: object) -> bool:
         """True if the graph is valid in every epoch, so that `compose` need not run again.
@@ -429,6 +431,7 @@ class Composition:
             tuple(self._takes),
             tuple(self._puts),
             tuple(self._declarations) if len(self._declarations) == len(self._by_name) else (),
+            tuple(self.results),
         )
 
 

@@ -13,7 +13,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.collectives.plan import place
 
-TASKS = [1, 2, 3, 6, 9]
+TASKS = [1, 2, 6, 9]
 Compose = Callable[[Any, tg.Epoch], None]
 
 
@@ -76,7 +76,7 @@ def test_allreduce_adds_along_the_same_tree_by_each_way(tasks: int, via: Any) ->
     assert [only(found[task]).tobytes() for task in range(tasks)] == [expected] * tasks
 
 
-@pytest.mark.parametrize("root", range(6))
+@pytest.mark.parametrize("root", [0, 3, 5])
 def test_reduce_has_the_bits_of_allreduce_at_any_root(root: int) -> None:
     found = seen(lambda self, epoch: epoch.reduce("sum", self.array, self.keep, root=root), 6)
     assert found.keys() == {root}
@@ -140,21 +140,20 @@ def test_large_arrays(via: Any) -> None:
         assert only(found[task])["b"].tolist() == [3.0] * 5
 
 
-@pytest.mark.parametrize("via", ["tree", "ring"])
-def test_tensors_of_pytorch(via: Any) -> None:
+def test_tensors_of_pytorch() -> None:
     torch = pytest.importorskip("torch")
     importlib.import_module("taskgraph.torch")  # tensors travel
 
     def value(epoch: tg.Epoch, ins: tg.Inputs) -> Any:
         return 2, {"w": torch.full((2, 2), 1.5, requires_grad=True), "half": torch.ones(3, dtype=torch.bfloat16)}
 
-    found = seen(lambda self, epoch: epoch.allreduce("t", value, self.keep, op="mean", via=via), 3)
+    found = seen(lambda self, epoch: epoch.allreduce("t", value, self.keep, op="mean"), 3)
     total = only(found[1])
     assert torch.equal(total["w"], torch.full((2, 2), 1.5))
     assert torch.equal(total["half"], torch.ones(3, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("tasks", [1, 2, 5, 9])
+@pytest.mark.parametrize("tasks", [1, 5])
 @pytest.mark.parametrize("last", [False, True])
 def test_broadcast(tasks: int, last: bool) -> None:
     root = tasks - 1 if last else 0
@@ -182,7 +181,7 @@ def test_scatter(give: type) -> None:
     assert {task: only(each) for task, each in seen(declare, 4).items()} == {task: f"for {task}" for task in range(4)}
 
 
-@pytest.mark.parametrize("tasks", [1, 3, 9])
+@pytest.mark.parametrize("tasks", [1, 3])
 def test_reduce_scatter_gives_each_task_its_share(tasks: int) -> None:
     found = seen(lambda self, epoch: epoch.reduce_scatter("s", self.array, self.keep), tasks)
     whole = added(arrays(tasks))
@@ -264,7 +263,7 @@ def test_results_rest_on_results_and_channels_and_survive_kills() -> None:
     mixed = tg.Job(tasks=5, epochs=4, builder=Mixed, topology=tg.ring())
     plain = tg.testing.run(mixed)
     assert len(plain.values[2][1]) == 4
-    for order, kills in enumerate([{(0, 1): "processor"}, {(4, 2): "sync", (1, 1): "done"}, {(2, 3): "snapshot"}]):
+    for order, kills in enumerate([{(4, 2): "sync", (1, 1): "done"}, {(2, 3): "snapshot"}]):
         killed = tg.testing.run(mixed, kills=kills, order=order)
         assert killed.failovers
         assert {task: (a.tobytes(), b.tobytes()) for task, (a, b) in killed.values.items()} == {
@@ -322,7 +321,7 @@ def test_stateless_collectives_are_composed_once_and_overlap(monkeypatch: pytest
     assert tg.testing.run(total).values == dict.fromkeys(range(3), 3.0 * sum(range(30)))
 
 
-@pytest.mark.parametrize("tasks", range(1, 18))
+@pytest.mark.parametrize("tasks", [1, 2, 3, 6, 8, 17])
 def test_the_tree_has_one_root_and_adds_alike_for_each(tasks: int) -> None:
     members = tuple(range(100, 100 + tasks))
 
@@ -463,4 +462,5 @@ def both(one: Compose, other: Compose) -> Compose:
 def test_tasks_that_declare_differently_are_told_so(one: Compose, other: Compose) -> None:
     text = failure(differing(one, other))
     assert "'g" in text or "'h" in text
-    assert "which does not offer it in this epoch" in text or "does not take it" in text or "was not put" in text
+    refused = "which does not offer it in this epoch" in text and "All tasks declare the same collectives" in text
+    assert refused or "does not take it" in text

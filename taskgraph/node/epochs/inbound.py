@@ -165,13 +165,19 @@ class Inbound:
         except Refused as refused:
             raise GraphError(
                 f"task {task}, epoch {stamp.epoch}: {self._describe_pull(tag, producer)} pulls {what}, which does not "
-                f"offer it in this epoch; {refused}"
+                f"offer it in this epoch; {refused}{self._advise(tag)}"
             ) from refused
         self._take(tag, producer, reply)
 
     def _describe_pull(self, tag: str, producer: int) -> str:
         assert self._graph is not None
         return next(repr(p.name) for p in self._graph.processors if producer in p.inbound.get(tag, ()))
+
+    def _advise(self, tag: str) -> str:
+        assert self._graph is not None
+        if tag.partition(":")[0] not in self._graph.collectives:
+            return ""
+        return ". All tasks declare the same collectives, with the same arguments, in the same order"
 
     def _take(self, tag: str, producer: int, reply: Reply) -> None:
         assert type(reply) is Item
