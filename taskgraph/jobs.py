@@ -113,6 +113,8 @@ class Job(Generic[T]):
         object.__setattr__(self, "topology", as_topology(self.topology))
         object.__setattr__(self, "_gpu_needs", tuple(self._ask_gpu_needs()))
         object.__setattr__(self, "_services", tuple(self._make_services()))
+        wanted = (getattr(table, "backups", None) or 0 for table in self.tables.values())
+        object.__setattr__(self, "backups", max(self.backups, *wanted, 0))
 
     def _check_int(self, name: str, least: int | None, also: str = "", most: int | None = None) -> None:
         value = getattr(self, name)

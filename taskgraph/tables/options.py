@@ -39,7 +39,8 @@ class TableOptions:
         dtype: "float32" or "float64", of rows and gradients.
         staleness: 0: a pull gives the rows as of the epoch's beginning. k: it lacks at most the last k pieces counted.
         servers: over how many tasks the rows are spread; None: as many as the job has tasks, but 4 at most.
-        backups: replicas of each server beside its primary.
+        backups: replicas of each server beside its primary. All tasks of a job have the same number, so the job's
+            `backups` grows to it. None: as many as the job has. (In an elastic job each worker has all rows.)
         rows: the ids are 0 to rows - 1, as in a dense array; None: any int64 is an id.
 
     Raises:
@@ -55,7 +56,7 @@ class TableOptions:
     dtype: Literal["float32", "float64"] = "float32"
     staleness: int = 0
     servers: int | None = None
-    backups: int = 1
+    backups: int | None = None
     rows: int | None = None
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -65,7 +66,8 @@ class TableOptions:
     def __post_init__(self) -> None:
         self._check_int("width", 1, _MOST_WIDTH)
         self._check_int("staleness", 0)
-        self._check_int("backups", 0, 1000)
+        if self.backups is not None:
+            self._check_int("backups", 0, 1000)
         if self.servers is not None:
             self._check_int("servers", 1, _MOST_SERVERS)
         if self.rows is not None:

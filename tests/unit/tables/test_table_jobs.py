@@ -236,6 +236,12 @@ def test_pull_in_a_coroutine_says_what_to_write() -> None:
         tg.testing.run(job(worker=Waits))
 
 
+def test_job_has_the_backups_of_its_tables() -> None:
+    for table, backups in ((None, 1), (0, 1), (3, 3)):
+        assert tg.Job(tasks=1, builder=Worker, tables={"users": tg.Table(1, backups=table)}).backups == backups
+    assert tg.Job(tasks=1, builder=Worker, backups=0, tables={"users": tg.Table(1)}).backups == 0
+
+
 def test_other_tasks_do_not_see_servers() -> None:
     class Sees(tg.Task):
         def compose(self, epoch: tg.Epoch) -> None:
