@@ -24,9 +24,11 @@ from taskgraph.elastic_jobs.parts import Part, Round
 from taskgraph.elastic_jobs.rows import check_numbers
 from taskgraph.elastic_jobs.seeding import derived_seed
 from taskgraph.errors import StepError
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.messages import Encoded
 from taskgraph.sources.reading import Source, order, rows_of
 
-__all__ = ["LaneOptions", "Lanes"]
+__all__ = ["LaneOptions", "Lanes", "packed_pieces", "unpacked_pieces"]
 
 _CARRIED: Final = "lane"
 """What a part carries with its sums: spans of rows that it has read, and the position behind them."""
@@ -67,6 +69,22 @@ class LaneOptions:
         check_numbers(self, ("batch", "parts", "passes", "seed"))
         if not isinstance(self.buffer, int) or self.buffer < 0:
             raise StepError(f"run.steps(buffer={self.buffer!r}): must be a number of rows, or 0 for their own order")
+
+
+def packed_pieces(source: Source) -> list[Any]:
+    """Returns the pieces of a source as bytes: each copy of the state has them, and many tuples take long to encode."""
+    whole = encode(list(source.pieces()), what="a list of pieces")
+    return [
+        whole.digest,
+        np.frombuffer(whole.meta, np.uint8),
+        [np.frombuffer(part, np.uint8) for part in whole.buffers],
+    ]
+
+
+def unpacked_pieces(packed: Sequence[Any]) -> list[Any]:
+    digest, meta, buffers = packed
+    found: list[Any] = decode(Encoded(meta.tobytes(), tuple(buffer.data for buffer in buffers), digest))
+    return found
 
 
 class Lanes:

@@ -11,7 +11,7 @@ from taskgraph.elastic_jobs.data import data_of, loader_arguments
 from taskgraph.elastic_jobs.dealing import Gifts
 from taskgraph.elastic_jobs.feeds import Feed, Numbered
 from taskgraph.elastic_jobs.groups import Group, Turns
-from taskgraph.elastic_jobs.lanes import LaneOptions, Lanes
+from taskgraph.elastic_jobs.lanes import LaneOptions, Lanes, packed_pieces, unpacked_pieces
 from taskgraph.elastic_jobs.parts import Part, kept_modules
 from taskgraph.elastic_jobs.progress import Progress
 from taskgraph.elastic_jobs.rows import Rows
@@ -298,7 +298,8 @@ class Run:
     def _lanes(self, source: Source, options: LaneOptions) -> Lanes:
         """Returns the lanes of a source. One worker finds its pieces, and all get them."""
         call = "run.steps(source)"
-        (pieces,) = self._pieces(call, lambda _: list(source.pieces()), [None])
+        (packed,) = self._pieces(call, lambda _: packed_pieces(source), [None])
+        pieces = unpacked_pieces(packed)
         lanes = Lanes(source, pieces, options, lambda function, numbers: self._pieces(call, function, [*numbers]))
         self.progress.carried["lanes"] = lanes
         return lanes

@@ -254,3 +254,37 @@ def test_source_that_differs_between_workers_is_named() -> None:
 
     with pytest.raises(tg.JobFailed, match=r"part \d of step 0 is not the same on"):
         tg.testing.run(job_of(read))
+
+
+async def test_pieces_are_any_values() -> None:
+    class Arrays:
+        def pieces(self) -> list[Any]:
+            return [{"at": np.arange(20_000) + number, "name": (number, None)} for number in range(3)]
+
+        def read(self, piece: Any) -> list[int]:
+            return [int(piece["at"][-1])]
+
+    def body(run: tg.Run) -> Any:
+        s = run.state(found=[])
+        for step in run.steps(Arrays(), batch=2, parts=2, passes=1):
+            for part in step:
+                pause()
+                part.collect(rows=part.data)
+            s.found = [*s.found, *(row for rows in step.all("rows") for row in rows)]
+        return s.found
+
+    for scenario in ((1, ""), (2, "+")):
+        assert sorted(await run_body(body, scenario)) == [19_999, 20_000, 20_001]
+
+
+def test_pieces_that_cannot_travel_are_named() -> None:
+    class Odd(Pieces):
+        def pieces(self) -> list[Any]:
+            return [object()]
+
+    def body(run: tg.Run) -> None:
+        for _ in run.steps(Odd(1), batch=1, parts=1):
+            pass
+
+    with pytest.raises(tg.JobFailed, match="a list of pieces"):
+        tg.run(job_of(body), nodes=0)
