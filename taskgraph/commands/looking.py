@@ -286,6 +286,8 @@ def print_values(found: dict[str, Any], *, as_json: bool) -> None:
         from taskgraph.observe.values_text import values_text
 
         print(values_text({int(task): value for task, value in found["values"].items()}))
+    for queue, pieces in found.get("set_aside", {}).items():
+        print(f"{counted(len(pieces), 'piece')} of queue {queue!r} set aside; --json names them", file=sys.stderr)
     if left_out := found.get("left_out"):
         print(left_out, file=sys.stderr)
 

@@ -71,6 +71,11 @@ def map_pieces(epoch: Epoch, call: MapCall, job: Job) -> None:
         (dealer,) = service_ids(epoch, service_title(queue))
     else:
         values = as_source(pieces).pieces()
+    composition = work.composing
+    if composition is not None and then is not None:
+        if tag in composition.results:
+            raise GraphError(f"{place}: a collective or another map has this tag: give each one of its own")
+        composition.results[tag] = (work.task,)
     it = _Map(tag, queue, values, source, dealer, upto, value)
     everyone = tuple(range(work.tasks()))
     compute = partial(_compute_async if _is_async(value) else _compute, it)

@@ -307,3 +307,32 @@ def test_pushes_of_a_piece_count_once(kills: dict[tuple[int, int], str]) -> None
     )
     found = [(r.numbers["even"], r.numbers["odd"]) for r in tg.testing.run(job, kills=kills).reports]
     assert found == [(0, 0), (0 + 2 + 4 + 6, 1 + 3 + 5), (0 + 2 + 4 + 6 + 8 + 10 + 12, 1 + 3 + 5 + 7 + 9 + 11 + 13)]
+
+
+def test_a_collective_may_use_the_results() -> None:
+    class Both(Squares):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.map("squares", range(4), self.square, self.add)
+            epoch.allreduce("sum", self.part, self.take, inbound=("squares",))
+
+        def part(self, epoch: tg.Epoch, ins: tg.Inputs) -> float:
+            return float(ins["squares"][self.task_id])
+
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
+            assert ins["sum"] == sum(float(one) for one in [*self.last][:2])
+
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
+            super().add(epoch, ins)
+            self.last = ins["squares"]
+
+    assert tg.testing.run(tg.Job(tasks=2, epochs=2, builder=Both)).value[1] == [4, 4]
+
+
+def test_epochs_may_be_in_flight() -> None:
+    class Ahead(Squares):
+        @tg.stateless
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.map("squares", range(20), self.square, self.add)
+
+    job = tg.Job(tasks=3, epochs=3, builder=Ahead)
+    assert tg.testing.run(job, strict=False).values == tg.testing.run(job).values == undisturbed(squares)
