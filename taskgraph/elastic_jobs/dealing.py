@@ -26,6 +26,7 @@ from taskgraph.elastic_jobs.tally import News, Settled, Tally, holder_of
 from taskgraph.errors import StepError
 from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import decode, encode
+from taskgraph.observe.queues import QueueStatus, Rate
 from taskgraph.protocol.dealing import Ticket
 from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.records import name_of
@@ -82,6 +83,7 @@ class Dealing:
         self._named: Mapping[str, Any] = {}
         self._gifts = gifts
         self._keep = keep
+        self._rate = Rate()
         self._changed = asyncio.Event()
         self._news = _Unconfirmed()
         self._ended_at = self._contributed_at = 0.0
@@ -108,7 +110,7 @@ class Dealing:
     # -- on the event loop ------------------------------------------------------------------------
 
     async def _run(self, engine: Engine) -> None:
-        engine.heard = self._look
+        engine.heard, engine.queues = self._look, self._status
         self._ended_at = self._contributed_at = asyncio.get_running_loop().time()
         try:
             while not self.tally.ledger.over:
@@ -207,7 +209,9 @@ class Dealing:
         for each in news:
             if each.holder == mine:
                 self._news.confirm(each)
+        rows = self.tally.ledger.rows
         settled = self.tally.apply(news)
+        self._rate.add(asyncio.get_running_loop().time(), self.tally.ledger.rows - rows)
         if self._gifts is not None:
             for _, ticket, gift in settled.counted:
                 self._gifts.counted(ticket, gift)
@@ -216,6 +220,12 @@ class Dealing:
             raise settled.failed
         if dealt := settled.dealt.get(mine):
             self.hand.deal(dealt)
+
+    def _status(self) -> tuple[QueueStatus, ...]:
+        """Returns how far the pieces are, for `taskgraph shards`."""
+        tally, rows_per_s = self.tally, self._rate.at(asyncio.get_running_loop().time())
+        kind = "shards" if self._what.startswith(b"run.shards") else "map"
+        return (QueueStatus.of(self._progress.node.spec.name, kind, tally.ledger, tally.now, rows_per_s),)
 
     def _drop_late(self, settled: Settled) -> None:
         """Drops what another worker has done, too, from this worker's queue."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.together import Together
     from taskgraph.elastic_jobs.tracing import WorkerTrace
     from taskgraph.node.core import NodeCore
+    from taskgraph.observe.queues import QueueStatus
 
 __all__ = ["Engine", "Summed"]
 
@@ -68,6 +69,7 @@ class Engine:
         first_part_due: this worker has entered, and its first part is to be checked.
         behind: workers of the view that lack totals which this worker, their donor, does not keep any longer.
         heard: called after each message and view.
+        queues: returns how far the pieces are that are dealt, for the node's status.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Engine:
         self.first_part_due = False
         self.user_position = 0
         self.heard: Callable[[], None] = _hear_nothing
+        self.queues: Callable[[], tuple[QueueStatus, ...]] = tuple
         self._begun = -1  # the last position that user code has begun
         self._asked: tuple[int, Any] | None = None  # position and answer of user code that waits
 

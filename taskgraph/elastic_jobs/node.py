@@ -284,6 +284,7 @@ class ElasticNode(WorkerNode):
             replicas=(),
             waits=(*self.registration.waits, *self.keeper.waits, *self.writes.waits, *self._waits()),
             usage=Usage.now(),
+            queues=self.engine.queues(),
         )
 
     async def results(self) -> list[TaskResult]:

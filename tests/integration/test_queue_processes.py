@@ -47,3 +47,19 @@ async def test_shards_shows_how_far_a_queue_is(cli: Cli) -> None:
     (cli.root / "gate").touch()
     ended = await run.done()
     assert ended.code == 0, ended.err
+
+
+@pytest.mark.slow
+async def test_shards_of_an_elastic_job(cli: Cli) -> None:
+    driver, gate = str(DRIVER.parent / "sharded.py"), cli.root / "open"
+    run = await cli.start("run", driver, "--nodes", "2", "-o", "pieces=20", "-o", f"gate={gate}")
+    while True:
+        done = await cli("shards", "sharded", "--json")
+        queues = json.loads(done.out)["queues"] if done.code == 0 else []
+        if queues and queues[0]["counts"][0]["dealt"] >= 2:
+            break
+    (queue,) = queues
+    assert (queue["kind"], queue["pieces"], queue["passes"], queue["left"]) == ("shards", 20, 2, 40)
+    gate.touch()
+    ended = await run.done()
+    assert ended.code == 0, ended.err
