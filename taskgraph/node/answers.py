@@ -52,7 +52,9 @@ def node_status(node: NodeCore, roles: Roles, waits: Iterable[str]) -> NodeStatu
 
 
 def _dealers(primary: Primary) -> Dealers | None:
-    return primary.attempt.dealers if primary.attempt is not None else None
+    """Returns the dealers of the epoch at work; once it is closed, its pieces are counted or will be."""
+    attempt = primary.attempt
+    return None if attempt is None or attempt.activity.closed else attempt.dealers
 
 
 def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -> ReplicaStatus:

@@ -51,6 +51,8 @@ class Dealers:
         ask = decode(message.value)
         known = self._dealers.get(ask["map"])
         if known is None:
+            if self._dealers and isinstance(attempt.replica.user_task, QueueTask):
+                return {"refused": f"map({next(iter(self._dealers))!r}) computes this queue in this epoch already"}
             known = self._dealers[ask["map"]] = self._dealer(ask), ask["count"], ask["upto"]
         dealer, count, upto = known
         if (count, upto) != (ask["count"], ask["upto"]):

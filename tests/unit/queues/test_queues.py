@@ -336,3 +336,13 @@ def test_epochs_may_be_in_flight() -> None:
 
     job = tg.Job(tasks=3, epochs=3, builder=Ahead)
     assert tg.testing.run(job, strict=False).values == tg.testing.run(job).values == undisturbed(squares)
+
+
+def test_two_maps_of_a_queue_in_an_epoch_are_refused() -> None:
+    class Twice(Rows):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.map("work", "rows", self.work, self.keep)
+            epoch.map("more", "rows", self.work)
+
+    with pytest.raises(tg.JobFailed, match="computes this queue in this epoch already"):
+        tg.testing.run(rows(builder=Twice))
