@@ -7,7 +7,7 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Generic, cast
 
@@ -26,7 +26,7 @@ else:
 
     T = TypeVar("T")
 
-__all__ = ["EpochReport", "Failed", "JobResult", "json_pieces", "plain_value"]
+__all__ = ["EpochReport", "Failed", "JobResult", "all_equal", "json_pieces", "plain_value"]
 
 SET_ASIDE: Final = "taskgraph.set_aside"
 """In the value of a queue's task: the name of the queue whose pieces were set aside."""
@@ -115,7 +115,7 @@ class JobResult(Generic[T]):
             JobError: there is no value, or there are different ones.
         """
         values = list(self.values.values())
-        if len(values) == 1 or (values and len({_digest(value) for value in values}) == 1):
+        if values and all_equal(values):
             return cast(T, values[0])
         tasks = first_names([*map(str, self.values)], _NAMED)
         which = f"tasks {tasks} returned different ones" if self.values else "no task returned one from result()"
@@ -180,8 +180,9 @@ def json_pieces(result: JobResult) -> Iterator[str]:
     yield f"], {json.dumps(rest, allow_nan=False)[1:]}"
 
 
-def _digest(value: Any) -> bytes:
-    return encode(value, what="result").digest
+def all_equal(values: Collection[Any]) -> bool:
+    """True if values have the same types and bits."""
+    return len(values) < 2 or len({encode(value, what="result").digest for value in values}) == 1
 
 
 def _as_floats(numbers: Mapping[str, Any]) -> dict[str, float]:

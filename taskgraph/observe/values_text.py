@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from taskgraph.results import plain_value
+from taskgraph.results import all_equal, plain_value
 
 __all__ = ["values_text"]
 
@@ -17,10 +18,19 @@ _LINES = 5000
 
 
 def values_text(values: dict[int, Any]) -> str:
-    """Formats the values of a job's tasks; a single value without its task."""
+    """Formats the values of a job's tasks; a single value without its task, and equal values once."""
     if len(values) == 1:
         return _value_text(next(iter(values.values())))
+    if values and _are_equal(values.values()):
+        return _entry_text(f"all {len(values)} tasks", next(iter(values.values())))
     return "\n".join(_entry_text(f"task {task}", value) for task, value in values.items())
+
+
+def _are_equal(values: Collection[Any]) -> bool:
+    try:
+        return all_equal(values)
+    except Exception:  # a type of the user's that cannot be encoded here: each value is shown
+        return False
 
 
 def _value_text(value: Any) -> str:

@@ -127,6 +127,8 @@ def test_columns_are_aligned() -> None:
 def test_one_value_is_printed_alone_several_with_their_task() -> None:
     assert values_text({0: 3.5}) == "3.5"
     assert values_text({0: 3.5, 4: "done"}) == "task 0: 3.5\ntask 4: done"
+    assert values_text({0: 1.5, 4: 1.5}) == "all 2 tasks: 1.5"
+    assert values_text({0: 1, 4: 1.0}) == "task 0: 1\ntask 4: 1.0"
     assert values_text({0: [0, 105, 210]}) == "0\n105\n210"
     assert values_text({0: [1, 2], 1: {"loss": 0.5}}) == "task 0:\n  1\n  2\ntask 1:\n  loss: 0.5"
 
