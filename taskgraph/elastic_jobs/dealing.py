@@ -198,7 +198,10 @@ class Dealing:
         self._news.back += back
         news = self._news.news()
         news.view = (view.number, holders) if view.number > self.tally.view[0] else None
-        news.wants = 0 if back else wants
+        if self.tally.open:
+            news.wants = 0 if back else wants
+        else:  # what others give back is for those that have nothing
+            news.wants = 1 if self.hand.is_idle_within(self._round_s) else 0
         news.elapsed_s, self._contributed_at = now - self._contributed_at, now
         return news.value()
 
@@ -220,6 +223,8 @@ class Dealing:
             raise settled.failed
         if dealt := settled.dealt.get(mine):
             self.hand.deal(dealt)
+        elif settled.starving:
+            self._news.back += self.hand.give_back(self._round_s)
 
     def _status(self) -> tuple[QueueStatus, ...]:
         """Returns how far the pieces are, for `taskgraph shards`."""

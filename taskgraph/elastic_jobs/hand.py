@@ -150,6 +150,10 @@ class Hand:
         return bool(self._finished)
 
     @property
+    def has_pieces(self) -> bool:
+        return bool(self._queue)
+
+    @property
     def starves(self) -> bool:
         """True while user code waits for a piece."""
         return self._waiting is not None
@@ -167,6 +171,25 @@ class Hand:
                 return max(0, want - len(self._queue)), []
             back, self._queue = list(self._queue), deque()
             return 0, back
+
+    def give_back(self, within_s: float) -> list[Ticket]:
+        """Takes the pieces from the queue that user code will not begin within some time: others have none left."""
+        with self._lock:
+            if self._at_work is None or self.typical_s is None:
+                return []
+            left_s = within_s - max(0.0, self._at_work[1] + self.typical_s - self._clock())
+            keep = 0 if left_s <= 0 else 1 + int(left_s / max(self.typical_s, 1e-9))
+            given = list(self._queue)[keep:]
+            self._queue = deque(list(self._queue)[:keep])
+        return given
+
+    def is_idle_within(self, within_s: float) -> bool:
+        """True if user code will have no piece within some time."""
+        with self._lock:
+            if self._at_work is None or self.typical_s is None:
+                return not self._queue
+            busy_s = self._at_work[1] + (1 + len(self._queue)) * self.typical_s - self._clock()
+            return busy_s < within_s
 
     def due_in(self, round_s: float) -> float:
         """Returns the time until a long piece is so near its end that the queue is to have the next one."""

@@ -116,12 +116,14 @@ class Settled:
         dealt: holder -> the pieces dealt to it.
         counted: the pieces that count now, in order: holder, ticket, and the value that came with it or None.
         ended: pieces that nobody has to compute any longer, with those that `counted` has.
+        starving: a holder wanted pieces, and got none.
         failed: a piece that fails the job; None: none does.
     """
 
     dealt: dict[str, list[Ticket]] = field(default_factory=dict)
     counted: list[tuple[str, Ticket, Any]] = field(default_factory=list)
     ended: set[tuple[int, int]] = field(default_factory=set)
+    starving: bool = False
     failed: Failure | None = None
 
 
@@ -163,7 +165,9 @@ class Tally:
                 ledger.lose(holder)
             self.view = newest
         if settled.failed is None:
-            settled.dealt = self._deal([each for each in news if each.holder in self.view[1]])
+            wanting = [each for each in news if each.wants > 0 and each.holder in self.view[1]]
+            settled.dealt = self._deal(wanting)
+            settled.starving = len(settled.dealt) < len(wanting)
         return settled
 
     def _count(self, news: News, settled: Settled) -> None:
@@ -178,9 +182,8 @@ class Tally:
             elif verdict == Verdict.FAIL_JOB and settled.failed is None:
                 settled.failed = Failure(ticket.piece, worker_of(news.holder), text)
 
-    def _deal(self, news: Sequence[News]) -> dict[str, list[Ticket]]:
+    def _deal(self, wanting: Sequence[News]) -> dict[str, list[Ticket]]:
         """Deals open pieces. If there are fewer than wanted, all get the same share of what they want, one at least."""
-        wanting = [each for each in news if each.wants > 0]
         wanted, there, dealt = sum(each.wants for each in wanting), self.open, dict[str, list[Ticket]]()
         for each in wanting:
             share = each.wants if wanted <= there else max(1, each.wants * there // wanted)

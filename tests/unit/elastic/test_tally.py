@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taskgraph.elastic_jobs.hand import wanted
+from taskgraph.elastic_jobs.hand import Finished, Hand, wanted
 from taskgraph.elastic_jobs.tally import News, Tally, holder_of, worker_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.dealing import Ledger, Ticket
@@ -62,6 +62,27 @@ def test_errors_count_as_attempts_and_name_the_worker() -> None:
         settled = rounds_of(tally, News("n1.0", failed=[(ticket, "ValueError: no")]))
     assert settled.failed is not None
     assert (settled.failed.piece, settled.failed.worker, settled.failed.text) == (0, "n1", "ValueError: no")
+
+
+def test_workers_hear_that_one_of_them_has_nothing() -> None:
+    tally = begun(1)
+    assert not rounds_of(tally, News("n1.0", wants=1)).starving
+    assert rounds_of(tally, News("n2.0", wants=1)).starving
+
+
+def test_what_comes_too_late_in_a_queue_is_given_back() -> None:
+    now = [0.0]
+    hand = Hand(lambda: now[0], lambda waiting: None, lambda: None)
+    tickets = [Ticket(0, piece, 0) for piece in range(6)]
+    hand.deal(tickets)
+    for _ in range(2):
+        ticket = hand.next()
+        assert ticket is not None
+        now[0] += 0.1
+        hand.finish(Finished(ticket))
+    assert hand.next() == tickets[2] and not hand.is_idle_within(0.3) and hand.is_idle_within(0.5)
+    assert hand.give_back(0.15) == tickets[4:] and hand.give_back(0.05) == [tickets[3]]
+    assert [each.ticket for each in hand.take_finished()] == tickets[:2]
 
 
 def test_pieces_given_back_go_to_others() -> None:
@@ -131,3 +152,41 @@ def test_a_queue_has_work_for_two_rounds(
     typical_s: float | None, running_s: float | None, count: int, expected: int
 ) -> None:
     assert wanted(typical_s, running_s, count, 0.02) == expected
+
+
+@pytest.mark.parametrize(("piece_ms", "pieces"), [(20, 400), (1, 8000), (60, 150), (400, 60)])
+def test_one_slow_worker_of_four_costs_little(piece_ms: int, pieces: int) -> None:
+    """Plays rounds of 17 ms, millisecond by millisecond."""
+    now = [0.0]
+    tally, view = Tally(Ledger(pieces)), (1, tuple(f"n{number}.1" for number in range(4)))
+    hands = {holder: Hand(lambda: now[0], lambda waiting: None, lambda: None) for holder in view[1]}
+    takes_ms = {holder: piece_ms * (4 if holder == "n2.1" else 1) for holder in hands}
+    ends = dict.fromkeys(hands, 0)
+    starving, at_work = False, dict[str, Ticket | None]()
+    for millisecond in range(100_000):
+        now[0] = millisecond / 1000
+        for holder, hand in hands.items():
+            ticket = at_work.get(holder)
+            if ticket is not None and millisecond >= ends[holder]:
+                hand.finish(Finished(ticket))
+                at_work[holder] = ticket = None
+            if ticket is None and hand.has_pieces:
+                at_work[holder] = hand.next()
+                ends[holder] = millisecond + takes_ms[holder]
+        if millisecond % 17:
+            continue
+        news = [News(holder, view, elapsed_s=0.017) for holder in hands]
+        for each in news:
+            hand = hands[each.holder]
+            each.done = [(finished.ticket, 1) for finished in hand.take_finished()]
+            each.back = hand.give_back(0.017) if starving else []
+            each.wants, back = hand.wants(0.017) if tally.open else (int(hand.is_idle_within(0.017)), [])
+            each.back += back
+        settled = rounds_of(tally, *news)
+        starving = settled.starving
+        for holder, tickets in settled.dealt.items():
+            hands[holder].deal(tickets)
+        if tally.ledger.over:
+            break
+    ideal_ms = pieces * piece_ms / 3.25
+    assert tally.ledger.over and millisecond <= 1.1 * ideal_ms + piece_ms
