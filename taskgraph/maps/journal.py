@@ -13,11 +13,11 @@ A map that ends well leaves nothing. One that failed, was ended or was killed le
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,7 +59,7 @@ class Journal:
 
     Args:
         name: of the map.
-        keep: it stays if the map does not end well.
+        keep: it stays if the map does not end well; False: it is a temporary directory of this call.
 
     Attributes:
         folder: the directory.
@@ -70,7 +70,7 @@ class Journal:
         self.name = name
         self.keep = keep
         self.run = ""
-        self._root = maps_root()
+        self._root = maps_root() if keep else Path(tempfile.gettempdir()) / f"taskgraph-map-{secrets.token_hex(8)}"
         self.folder = self._root / name
         self._stack = ExitStack()
         self._readers: dict[Path, RecordReader] = {}
@@ -97,11 +97,10 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not self.keep:
+        if not self.keep:
+            shutil.rmtree(self._root, ignore_errors=True)
+        elif kind is None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            if not self.keep:  # no other call has this name: the lock of one that others may have stays
-                with contextlib.suppress(OSError):
-                    (self._root / f"{self.name}.lock").unlink()
         else:
             self._remove_old()
         self._stack.close()
