@@ -25,7 +25,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def left(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "taskgraph" / "maps").iterdir() if path.is_dir())
+    return sorted(path.name for path in (folder / "taskgraph" / "maps").glob("*") if path.is_dir())
 
 
 def test_results_are_in_order(tmp_path: Path) -> None:
