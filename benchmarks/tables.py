@@ -6,7 +6,7 @@ Two workers pull a batch of random rows from two servers, and push a gradient fo
 pulled and pushed counts once. Ours: two nodes with all tasks and their backups, an etcd of its own, and an epoch counts
 when its commit is read from etcd. Ray (`peers/ray_table.py`): actors with an array each that apply what comes, without
 backups, order or any promise about failures. `--ray` is the Python of an environment with Ray; without it only ours
-runs. Prints a line of JSON for each turn.
+runs. Prints a line of JSON for each turn; of ours also the processor time of both nodes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -85,14 +86,26 @@ async def ours(given: argparse.Namespace) -> dict[str, float]:
         await running.until("the first epochs", lambda view: view.stamp is not None and view.stamp.epoch > 3)
         await running.until_settled(given.nodes)
         await asyncio.sleep(_WARM_S)
+        used = _used_s(running)
         began, first = running.commits[-1]
         while time.monotonic() - began < given.seconds:
             await asyncio.sleep(0.05)
             if not running.view.running:
                 raise SystemExit(str(running.view.status))
         ended, last = running.commits[-1]
+        used = _used_s(running) - used
     rate = (last - first) * job.tasks * given.size * given.batches / (ended - began)
-    return {"rows_per_s": rate, "epochs_per_s": (last - first) / (ended - began)}
+    epochs = last - first
+    return {"rows_per_s": rate, "epochs_per_s": epochs / (ended - began), "processor_ms_per_epoch": used * 1e3 / epochs}
+
+
+def _used_s(running: RunningJob) -> float:
+    """Returns the processor time that the nodes have used, without etcd's and the driver's."""
+    ticks = 0
+    for node in running.view.nodes.values():
+        fields = Path(f"/proc/{node.record.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def theirs(given: argparse.Namespace) -> dict[str, float]:
