@@ -66,9 +66,7 @@ def test_each_array_is_sent_once(offers: list[tuple[bool, bool, int]]) -> None:
     assert max(size for partial, _, size in offers if partial) < 1.5 * SIZE
 
 
-def test_refused_offer_is_repeated_whole(
-    offers: list[tuple[bool, bool, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_offer_is_repeated_whole(offers: list[tuple[bool, bool, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     def forgotten(self: Boundaries, digest: bytes) -> Boundary | None:
         return None
 
