@@ -71,3 +71,16 @@ async def test_lost_keeper_rolls_the_job_back(cli: Cli, tmp_path: Path) -> None:
     kill_at_once([node["pid"] for node in now["nodes"] if node["name"] in names])
     cli.open()
     assert check(await command.done())["restarts"] >= 1
+
+
+async def test_resume_on_fewer_nodes(cli: Cli, tmp_path: Path) -> None:
+    options = ("-o", f"gate={cli.gate}", "-o", f"checkpoint=file://{tmp_path}")
+    command = await cli.start("run", str(DRIVER), "--json", "--nodes", "4", *options)
+    await command.until("the job began")
+    await becomes(lambda: len([*tmp_path.glob("**/manifest.json")]) >= 2, 60.0)
+    command.process.kill()
+    kill_at_once([*cli.processes()])
+    await command.process.communicate()
+    await becomes(lambda: not cli.processes(), 60.0)
+    cli.open()
+    check(await cli("run", str(DRIVER), "--json", "--nodes", "2", "--resume", *options))

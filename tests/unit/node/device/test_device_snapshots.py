@@ -31,6 +31,7 @@ def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     def held(boundaries: Boundaries, boundary: Boundary, *, committed: bool) -> bool:
         assert type(boundary.value) is Encoded, "a replica holds what is on the host"
         assert all(isinstance(buffer, memoryview) for buffer in boundary.value.buffers)
+        assert boundary.shared is None or type(boundary.shared) is Encoded
         return hold(boundaries, boundary, committed=committed)
 
     monkeypatch.setattr(Boundaries, "hold", held)
@@ -60,6 +61,23 @@ class Grows(tg.Task, state=["row", "count"]):
 
     def result(self) -> Any:
         return self.row
+
+
+class Shares(Grows, shared=["theta"]):
+    """Each task also changes the same array in place."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.theta = self.xp.ones(SIZE)
+
+    def grow(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        super().grow(epoch, ins, outs)
+        assert type(self.theta) is type(self.row), "also after a takeover it is on the device"
+        self.theta *= 2.0
+        self.theta += float(epoch.number)
+
+    def result(self) -> Any:
+        return [self.row, self.theta]
 
 
 class Small(Grows):
@@ -94,6 +112,19 @@ def test_boundary_is_the_state_at_the_end(soft: SoftDevice, kills: dict[tuple[in
         assert result.failovers or not kills
         told = {report.epoch: [numbers["count"] for numbers in report.by_task.values()] for report in result.reports}
         assert told == {number: [number + 1.0] * 3 for number in range(6)}
+
+
+@pytest.mark.parametrize("kills", [{(0, 2): "done", (1, 4): "snapshot"}, {(2, 1): "compose"}])
+@pytest.mark.parametrize("strict", [False, True])
+def test_shared_state_of_the_device(soft: SoftDevice, kills: dict[tuple[int, int], str], strict: bool) -> None:
+    job = tg.Job(tasks=3, epochs=6, builder=Shares, topology=tg.ring(), backups=1)
+    theta = np.ones(SIZE)
+    for number in range(6):
+        theta = theta * 2.0 + float(number)
+    result = tg.testing.run(job, kills=kills, strict=strict, order=1)
+    for task in range(3):
+        assert np.array_equal(result.values[task][0], grown(task, 6))
+        assert np.array_equal(result.values[task][1], theta)
 
 
 def test_and_a_takeover_finds_either(soft: SoftDevice) -> None:
