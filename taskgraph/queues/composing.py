@@ -55,49 +55,41 @@ class _Map(NamedTuple):
 def map_pieces(epoch: Epoch, call: MapCall, job: Job) -> None:
     """Declares the processors of `epoch.map`."""
     work, place = epoch._work, f"{epoch._place()}: map({call.tag!r})"
+    it = _checked(epoch, call, job, place)
+    everyone, sent, then = tuple(range(work.tasks())), f"{it.tag} pieces", call.then
+    compute = partial(_compute_async if _is_async(it.value) else _compute, it)
+    if then is None:  # task 0 waits, since it may be the dealer
+        epoch.processor(compute, outbound={sent: 0}, name=f"map {it.tag}", parallel=True)
+        if work.task == 0:
+            epoch.processor(_nothing, inbound={sent: everyone}, name=f"{it.tag} results")
+        return
+    if (composition := work.composing) is not None:
+        if it.tag in composition.results:
+            raise GraphError(f"{place}: a collective or another map has this tag: give each one of its own")
+        composition.results[it.tag] = (work.task,)
+    epoch.processor(compute, outbound={sent: everyone}, name=f"map {it.tag}", parallel=True)
+    results = {it.tag: work.task, f"{it.tag} left": work.task}
+    collect, last = partial(_collect, it.tag), partial(_then_async if _is_async(then) else _then, it, then)
+    epoch.processor(collect, inbound={sent: everyone}, outbound=results, name=f"{it.tag} results", parallel=True)
+    epoch.processor(last, inbound=results, name=name_of(then))
+
+
+def _checked(epoch: Epoch, call: MapCall, job: Job, place: str) -> _Map:
+    """Checks the arguments of a map. Raises GraphError if one is wrong."""
     tag, pieces, value, then, upto = call
     if not callable(value) or not (then is None or callable(then)):
         raise GraphError(f"{place}: value and then are functions: value(epoch, piece), then(epoch, ins)")
-    if upto is not None and upto < 1:
-        raise GraphError(f"{place}: upto={upto}: a number of pieces, 1 at least; None for all that the pass has left")
-    source, queue, dealer = None, "", 0
-    values: Sequence[Any] = ()
-    if isinstance(pieces, str):
-        queue, source = pieces, job.queues.get(pieces)
-        if source is None:
-            raise GraphError(
-                f"{place}: the job has no queue {pieces!r}: name it, tg.Job(queues={{{pieces!r}: tg.WorkQueue(...)}})"
-            )
-        (dealer,) = service_ids(epoch, service_title(queue))
-    else:
-        values = as_source(pieces).pieces()
-    composition = work.composing
-    if composition is not None and then is not None:
-        if tag in composition.results:
-            raise GraphError(f"{place}: a collective or another map has this tag: give each one of its own")
-        composition.results[tag] = (work.task,)
-    it = _Map(tag, queue, values, source, dealer, upto, value)
-    everyone = tuple(range(work.tasks()))
-    compute = partial(_compute_async if _is_async(value) else _compute, it)
-    sent = f"{tag} pieces"
-    if then is None:  # task 0 waits, since it may be the dealer
-        epoch.processor(compute, outbound={sent: 0}, name=f"map {tag}", parallel=True)
-        if work.task == 0:
-            epoch.processor(_nothing, inbound={sent: everyone}, name=f"{tag} results")
-        return
-    epoch.processor(compute, outbound={sent: everyone}, name=f"map {tag}", parallel=True)
-    epoch.processor(
-        partial(_collect, tag),
-        inbound={sent: everyone},
-        outbound={tag: work.task, f"{tag} left": work.task},
-        name=f"{tag} results",
-        parallel=True,
-    )
-    epoch.processor(
-        partial(_then_async if _is_async(then) else _then, it, then),
-        inbound={tag: work.task, f"{tag} left": work.task},
-        name=name_of(then),
-    )
+    if upto is not None and (not isinstance(upto, int) or upto < 1):
+        raise GraphError(f"{place}: upto={upto!r}: a number of pieces, 1 at least; None for all that the pass has left")
+    if not isinstance(pieces, str):
+        return _Map(tag, "", as_source(pieces).pieces(), None, 0, upto, value)
+    source = job.queues.get(pieces)
+    if source is None:
+        raise GraphError(
+            f"{place}: the job has no queue {pieces!r}: name it, tg.Job(queues={{{pieces!r}: tg.WorkQueue(...)}})"
+        )
+    (dealer,) = service_ids(epoch, service_title(pieces))
+    return _Map(tag, pieces, (), source, dealer, upto, value)
 
 
 def queue_state(epoch: Epoch, name: str) -> QueueState:
