@@ -80,7 +80,9 @@ def test_each_row_once_with_equal_bits(arguments: dict[str, int], kills: dict[tu
     check_each_row_once(tested, passes)
 
 
-@pytest.mark.parametrize("scenario", [*SCENARIOS, (5, "K..K+")])
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(each, marks=pytest.mark.slow) for each in SCENARIOS] + [(5, "K..K+")]
+)
 async def test_equal_on_many_workers(scenario: Scenario) -> None:
     value: Any = (await run_job(sums(passes=4), scenario)).values[0]
     check_each_row_once(value, 4)
@@ -154,6 +156,7 @@ def slow(run: tg.Run) -> Any:
     return [rows.tolist() for rows in s.seen]
 
 
+@pytest.mark.slow
 def test_resumed_on_another_number_of_workers(tmp_path: Path) -> None:
     made = slow()
     assert made.elastic is not None

@@ -79,7 +79,9 @@ def test_equal_to_a_loop_without_tasks() -> None:
     assert value["lr"] == pytest.approx(0.05 * 0.9**3)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", ["adam", *(pytest.param(each, marks=pytest.mark.slow) for each in OPTIMIZERS[:3])]
+)
 async def test_same_bits_on_many_workers(optimizer: str) -> None:
     found = [bits((await run_job(factors(optimizer=optimizer), each)).values[0]) for each in [*SCENARIOS, (5, "K.K+")]]
     assert found.count(found[0]) == len(found)
