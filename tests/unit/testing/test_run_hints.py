@@ -93,7 +93,7 @@ def test_channels_given_by_position() -> None:
         (lambda epoch, ins, outs: outs.put("x"), "call it as outs.put('tag', value"),
         (lambda epoch, ins, outs: ins.items(), "ins has: all; also ins[tag]"),
         (lambda epoch, ins, outs: outs.send("x", 1), "outs has: empty, put\n"),
-        (lambda epoch, ins, outs: epoch.nodes, "epoch has: attempt, cancelled, finish"),
+        (lambda epoch, ins, outs: epoch.nodes, "epoch has: allgather, allreduce, attempt"),
         (lambda epoch, ins, outs: outs.__setitem__("x", 1), "outs has: "),
         (lambda epoch, ins, outs: ins("x"), "read with ins['tag']"),
     ],
