@@ -50,7 +50,7 @@ class Collectives:
         """Adds up the values of all members; every member gets the sum, with the same bits.
 
         Values are trees of numbers and arrays: dicts, lists and tuples, with the same names, shapes and dtypes on all
-        members. 16-bit floats are added in float32, bools and ints in int64. A result arrives read-only.
+        members. 16-bit floats are added in float32, bools and Python ints in int64. A result arrives read-only.
 
         Args:
             op: "sum"; "mean": `value` returns (weight, tree), and the result is sum(weight * tree) / sum(weight);

@@ -182,10 +182,10 @@ class RunTable:
 
         Args:
             ids: int64, of shape (n,); gradients of the same id are added up. None: all rows of a table that has `rows`.
-            gradients: of the table's dtype, of shape (n, width).
+            gradients: floats, of shape (n, width), which become the table's dtype.
 
         Raises:
-            TableError: wrong ids, another shape or dtype, or it is called outside a part.
+            TableError: wrong ids, another shape, no floats, or it is called outside a part.
         """
         found = self._ids(ids, "push")
         options = self.options

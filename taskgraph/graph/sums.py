@@ -244,9 +244,9 @@ def _take(tree: Any, found: _Elements, where: str) -> Layout:
         found.put(np.array([tree], dtype), constant=True)
         return ("n", name)
     if isinstance(tree, dict):
-        names = sorted(tree)
-        if not all(isinstance(name, str) for name in names):
+        if not all(isinstance(name, str) for name in tree):
             raise JobError(f"{where or 'a dict'} has keys that are no texts: sums have names")
+        names = sorted(tree)
         return ("d", tuple(names), tuple(_take(tree[name], found, f"{where}[{name!r}]") for name in names))
     if isinstance(tree, list | tuple):
         kind = "l" if isinstance(tree, list) else "t"
@@ -258,6 +258,8 @@ def _take(tree: Any, found: _Elements, where: str) -> Layout:
         array = array.astype(np.float32)
     elif array.dtype.kind not in "iufc":
         raise JobError(f"{where or 'a value'} has dtype {array.dtype}: only numbers can be summed")
+    elif not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     found.put(array.reshape(-1))
     return ("a", library, array.dtype.str, tuple(array.shape))
 

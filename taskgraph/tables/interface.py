@@ -45,10 +45,11 @@ class EpochTable(ABC):
 
         Args:
             ids: int64, of shape (n,); gradients of the same id are added up. None: all rows of a table that has `rows`.
-            gradients: of the table's dtype, of shape (n, width). They may be infinite or nan, and then so are the rows.
+            gradients: floats, of shape (n, width), which become the table's dtype. They may be infinite or nan, and
+                then so are the rows.
 
         Raises:
-            TableError: wrong ids, another shape or dtype, or a place where no message can be sent.
+            TableError: wrong ids, another shape, no floats, or a place where no message can be sent.
         """
 
     @abstractmethod

@@ -59,17 +59,20 @@ def _from_list(ids: Sequence[Any], what: str) -> Any:
 def as_gradients(gradients: Any, ids: Ids, width: int, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
     """Checks the gradients of a push, and returns them as an array of the table's dtype, of shape (n, width).
 
+    Other floats are rounded to that dtype, since numpy's are float64 if nobody says otherwise.
+
     Raises:
-        TableError: another shape than (len(ids), width), or another dtype than the table's.
+        TableError: another shape than (len(ids), width), or no floats.
     """
     given = np.asarray(gradients)
     if given.shape != (len(ids), width):
         raise TableError(
             f"{what}: {len(ids)} ids need gradients of shape {(len(ids), width)}, one row for each, not {given.shape}"
         )
-    if given.dtype != dtype:
-        raise TableError(f"{what}: the table is {dtype}, the gradients {given.dtype}: use gradients.astype({dtype})")
-    return given
+    if given.dtype.kind != "f":
+        raise TableError(f"{what}: gradients are floats, not {given.dtype}: give np.asarray(gradients, {str(dtype)!r})")
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and then so does its row
+        return given.astype(dtype, copy=False)
 
 
 def server_of(ids: Ids, servers: int) -> Ids:

@@ -369,6 +369,7 @@ def test_names_that_differ_name_both_tasks(op: Any) -> None:
     [
         (None, "sum", "a value is a NoneType: a sum is made of numbers"),
         ({"a": "text"}, "sum", r"\['a'\] is a str"),
+        ({"a": 1, 2: 3}, "sum", "keys that are no texts"),
         (1.0, "mean", r"for a mean return \(weight, tree\)"),
         ((True, 1.0), "mean", "the weight of a mean is a number, not bool"),
         ((float("nan"), 1.0), "mean", "the weight of a mean is nan"),
@@ -379,6 +380,13 @@ def test_values_that_cannot_be_added(value: Any, op: Any, says: str) -> None:
     text = failure(lambda self, epoch: epoch.allreduce("it", lambda epoch, ins: value, self.keep, op=op))
     assert "epoch 0: allreduce of 'it': " in text
     assert re.search(says, text), text
+
+
+def test_mean_of_arrays_of_the_other_byte_order() -> None:
+    def declare(self: Any, epoch: tg.Epoch) -> None:
+        epoch.allreduce("it", lambda epoch, ins: (1, np.full(3, self.task_id, ">f8")), self.keep, op="mean")
+
+    assert only(seen(declare, 3)[0]).tolist() == [1.0, 1.0, 1.0]
 
 
 def test_values_that_cannot_be_scattered() -> None:

@@ -207,7 +207,8 @@ class Recording:
         if self.before and (written := changed_names(self.before, await state_of(self.replica))):
             raise self._error(
                 f"{where!r} changed state ({', '.join(written)}) outside a sync point; change state only in a "
-                f"processor without outbound channels, and hand values there through epoch.scratch"
+                f"processor without outbound channels or in the `then` of a collective, and hand values there through "
+                f"epoch.scratch"
             )
 
     def _error(self, text: str) -> StateError:

@@ -211,7 +211,7 @@ def differing_rates(epoch: tg.Epoch) -> None:
         ("on_flag", lambda epoch: epoch.table("users").pull(np.zeros(2)), "int64 ids, not float64"),
         ("on_flag", lambda epoch: epoch.table("users").pull(), "needs ids"),
         ("on_flag", push([1, 2], np.ones((1, 3), np.float32)), r"gradients of shape \(2, 3\)"),
-        ("on_flag", push([1], np.ones((1, 3))), r"use gradients.astype\(float32\)"),
+        ("on_flag", push([1], np.ones((1, 3), int)), r"give np.asarray\(gradients, 'float32'\)"),
         ("on_flag", differing_rates, r"lr is set to 0.\d and to 0.\d"),
         ("sync", push([1], np.ones((1, 3), np.float32)), "a sync point runs when the epoch is quiet"),
         ("compose", lambda epoch: epoch.table("users").pull([1]), "cannot wait for an answer"),

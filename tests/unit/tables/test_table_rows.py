@@ -114,8 +114,20 @@ def test_wrong_gradients_are_refused() -> None:
     ids = np.arange(3)
     with pytest.raises(tg.TableError, match=r"\(3, 2\)"):
         as_gradients(np.zeros((2, 2), np.float32), ids, 2, np.dtype(np.float32), "push")
-    with pytest.raises(tg.TableError, match="astype"):
-        as_gradients(np.zeros((3, 2)), ids, 2, np.dtype(np.float32), "push")
+    for wrong in (np.zeros((3, 2), int), np.zeros((3, 2), bool), np.zeros((3, 2), complex)):
+        with pytest.raises(tg.TableError, match="gradients are floats"):
+            as_gradients(wrong, ids, 2, np.dtype(np.float32), "push")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("given", ["float16", "float32", "float64"])
+def test_floats_become_those_of_the_table(given: str, dtype: str) -> None:
+    gradients = np.array([[0.1, 2.0], [np.finfo(given).max, np.nan]], given)
+    with np.errstate(over="ignore"):
+        expected = gradients.astype(dtype)
+    found = as_gradients(gradients, np.arange(2), 2, np.dtype(dtype), "push")
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
