@@ -179,11 +179,11 @@ def a_done_of_an_old_term_counts(patch: pytest.MonkeyPatch) -> None:
     def unreported(self: Leader, view: Any) -> tuple[int, ...]:
         return tuple(t for t in range(self._tasks) if t not in self.reports())
 
-    def can_commit(original: Any, self: Leader, epoch: int, terms: dict[int, int]) -> bool:
+    def agrees(original: Any, self: Leader, epoch: int, terms: dict[int, int]) -> bool:
         return bool(original(self, epoch, terms | {task: r.term for task, r in self.reports(epoch).items()}))
 
     patch.setattr(Leader, "unreported", unreported)
-    _changed(patch, Leader, "_can_commit", can_commit)
+    _changed(patch, Leader, "_agrees", agrees)
 
 
 @plant
@@ -452,7 +452,7 @@ def an_epoch_is_done_before_its_boundary_is_held(patch: pytest.MonkeyPatch) -> N
 @plant
 def of_offers_that_travel_together_the_first_alone_is_held(patch: pytest.MonkeyPatch) -> None:
     boundaries = serving_module._boundaries
-    patch.setattr(serving_module, "_boundaries", lambda offer: boundaries(offer)[:1])
+    patch.setattr(serving_module, "_boundaries", lambda *given: boundaries(*given)[:1])
 
 
 @plant
@@ -554,7 +554,7 @@ def a_take_over_guesses_the_epoch_from_its_watch(patch: pytest.MonkeyPatch) -> N
             return
         await self.replica.set_up()
         self.replica.user_task.primary = True
-        await self.replica.restore(guessed.value)
+        await self.replica.restore(guessed)
         self.backups.set_committed(guessed)
 
     _changed(patch, transactions, "decode_takeover", decode_takeover)
@@ -830,11 +830,11 @@ def a_task_is_told_of_a_commit_after_it_began_the_next_epoch(patch: pytest.Monke
 
 @plant
 def epochs_ahead_are_committed_with_reports_of_gone_terms(patch: pytest.MonkeyPatch) -> None:
-    def can_commit(original: Any, self: Leader, epoch: int, terms: dict[int, int]) -> bool:
+    def agrees(original: Any, self: Leader, epoch: int, terms: dict[int, int]) -> bool:
         reports = self.reports(epoch)
         return len(reports) == self._tasks and all(report.done for report in reports.values())
 
-    _changed(patch, Leader, "_can_commit", can_commit)
+    _changed(patch, Leader, "_agrees", agrees)
 
 
 @plant
@@ -849,13 +849,9 @@ def reports_of_epochs_ahead_outlive_a_restart(patch: pytest.MonkeyPatch) -> None
 
 @plant
 def who_is_ahead_goes_on_from_there_after_a_restart(patch: pytest.MonkeyPatch) -> None:
-    async def restore(original: Any, self: Replica, value: Any) -> None:
-        if (
-            self.boundaries.committed is None
-            or self.boundaries.committed.value is not value
-            or not vars(self).get("at")
-        ):
-            await original(self, value)
+    async def restore(original: Any, self: Replica, boundary: Any) -> None:
+        if self.boundaries.committed is not boundary or not vars(self).get("at"):
+            await original(self, boundary)
 
     async def snapshot(original: Any, self: Replica, *args: Any, **kwargs: Any) -> Any:
         vars(self)["at"] = True
