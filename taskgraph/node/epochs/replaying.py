@@ -214,9 +214,14 @@ class Replay:
             if self._answered.get(where) != digest:
                 method, sender, _ = where.rsplit("/", 2)
                 found.append(f"the answer of {method!r} to task {sender}")
-        requests = (recording.requests - self._requests) + (self._requests - recording.requests)
+        requests = (self._not_of_pieces(recording.requests) - self._requests) + (self._requests - recording.requests)
         found += sorted({f"the request {method!r} to task {to}" for (_, to, method), _ in requests})
         return found + sorted({f"the flag to task {to}" for to, _ in recording.flags ^ self._flags})
+
+    def _not_of_pieces(self, requests: Counter[tuple[RequestKind, bytes]]) -> Counter[tuple[RequestKind, bytes]]:
+        """Leaves out what maps sent: a piece that failed, or whose result was dropped, is not computed again."""
+        maps = {where for where, _, method in self._recording.replies if method == DEAL}
+        return Counter({sent: count for sent, count in requests.items() if sent[0][0] not in maps})
 
     # -- Work -------------------------------------------------------------------------------------
 

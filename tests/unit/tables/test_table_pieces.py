@@ -82,6 +82,29 @@ def test_pushes_of_pieces_count_once_with_staleness() -> None:
     np.testing.assert_allclose(found, alone(), rtol=0.2, atol=0.05)
 
 
+class Failing(Mapper):
+    """A piece fails after it has pulled and pushed."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if epoch.last:
+            super().compose(epoch)
+        else:
+            epoch.map("work", "pieces", self.piece)
+
+    def piece(self, epoch: tg.Epoch, piece: int) -> None:
+        table = epoch.table("rows")
+        table.push([piece], table.pull([piece]) - 1.0)
+        if piece == 5:
+            raise ValueError("it is set aside, and its push does not count")
+
+
+def test_pieces_that_fail_push_nothing_and_are_not_taken_for_random_ones() -> None:
+    queue = tg.WorkQueue(range(PIECES), on_error="set aside")
+    table = tg.Table(1, init="zeros", lr=1.0, rows=PIECES, servers=2)
+    job = tg.Job(tasks=3, epochs=2, builder=Failing, tables={"rows": table}, queues={"pieces": queue})
+    assert tg.testing.run(job).value == [[0.0 if piece == 5 else 1.0] for piece in range(PIECES)]
+
+
 class Wrong(Mapper):
     def piece(self, epoch: tg.Epoch, piece: int) -> None:
         epoch.table("rows").lr = 0.5
