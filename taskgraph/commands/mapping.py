@@ -97,6 +97,11 @@ def _function(text: str) -> Callable[[Any], Any]:
     return found  # type: ignore[no-any-return]
 
 
+def _lines(text: str) -> list[str]:
+    """Returns the lines of a text, as `tg.lines` does: other signs that end lines somewhere are part of a line."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def _pieces(options: argparse.Namespace) -> list[str]:
     if options.files is not None:
         found = sorted({path for pattern in options.files for path in glob.glob(pattern, recursive=True)})
@@ -105,8 +110,8 @@ def _pieces(options: argparse.Namespace) -> list[str]:
             raise JobError(f"no file matches {', '.join(options.files)}")
         return files
     if options.lines == "-":
-        return sys.stdin.read().splitlines()
+        return _lines(sys.stdin.read())
     try:
-        return Path(options.lines).read_text("utf-8").splitlines()
+        return _lines(Path(options.lines).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"--lines {options.lines}: {getattr(error, 'strerror', None) or error}") from None

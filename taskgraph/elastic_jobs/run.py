@@ -22,7 +22,7 @@ from taskgraph.elastic_jobs.steps import Step, StepOptions, Steps
 from taskgraph.elastic_jobs.tables import RunTable, Tables
 from taskgraph.errors import StateError, StepError, TableError
 from taskgraph.protocol.dealing import Ledger
-from taskgraph.sources.reading import Source, as_source, is_source
+from taskgraph.sources.reading import Source, as_source, is_source, pieces_of
 from taskgraph.tables.options import TableOptions
 
 if TYPE_CHECKING:
@@ -131,12 +131,13 @@ class Run:
         """
         self._check_only_loop("run.shards(...)")
         of = as_source(source)
-        number, seed = len(of.pieces()), self.progress.node.spec.seed
+        pieces = pieces_of(of)
+        number, seed = len(pieces), self.progress.node.spec.seed
         ledger = Ledger(
             number, passes=passes, seed=seed, shuffle=shuffle, overlap=True, attempts=attempts, on_error=on_error
         )
         what = f"run.shards {number} {passes} {shuffle} {attempts} {on_error}"
-        self._shards = Shards(self, of, ledger, what)
+        self._shards = Shards(self, of, pieces, ledger, what)
         return self._shards
 
     def _check_only_loop(self, call: str) -> None:

@@ -135,11 +135,11 @@ class Shards(Generic[R]):
     Leave the loop only by its end: the other workers go on to it.
     """
 
-    def __init__(self, run: RunOfShards, source: Source, ledger: Ledger, what: str) -> None:
+    def __init__(self, run: RunOfShards, source: Source, pieces: Sequence[Any], ledger: Ledger, what: str) -> None:
         self._run = run
         self._source = source
         self._given = (ledger, what)
-        self._of = source.pieces()
+        self._of = pieces
         self._pieces: Pieces | None = None
         self._rows = 0
         self._error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""The name of a function, by which nodes import it: its module or its file, and its name there."""
+"""What a map is given: its pieces, and its function, by a name from which nodes import it (module or file)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import inspect
 import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from taskgraph.driver.loading import add_to_path, load_file, load_module
 from taskgraph.driver.sources import is_installed
 from taskgraph.errors import JobError
+from taskgraph.sources.reading import is_source
 
-__all__ = ["check_function", "find", "here", "reference"]
+__all__ = ["check_function", "find", "here", "listed", "reference"]
+
+V = TypeVar("V")
 
 _here: Final[dict[str, Callable[[Any], Any]]] = {}
 """Functions of maps that run in this process."""
@@ -29,6 +32,27 @@ def check_function(function: Any) -> None:
         raise JobError(f"tg.map: {_shown(function)} is async: a piece is computed by a plain `def`")
     if inspect.isgeneratorfunction(function):
         raise JobError(f"tg.map: {_shown(function)} yields: let it return a list")
+
+
+def listed(pieces: Iterable[V]) -> list[V]:
+    """Returns the pieces of a map as a list.
+
+    Raises:
+        JobError: they are no iterable of values in a fixed order.
+    """
+    kind = type(pieces).__name__
+    if is_source(pieces):
+        raise JobError(
+            f"tg.map takes values, and {kind} is a source: give its pieces(), and read each one in the function, as in "
+            f"source.read(piece)"
+        )
+    if isinstance(pieces, str | bytes):
+        raise JobError(f"tg.map takes several pieces, not {pieces!r:.100}: put it into a list")
+    if isinstance(pieces, Set):
+        raise JobError(f"tg.map: a {kind} has no fixed order: give sorted(pieces)")
+    if not isinstance(pieces, Iterable):
+        raise JobError(f"tg.map takes a function and a list of pieces, not {pieces!r:.100}")
+    return list(pieces)
 
 
 def reference(function: Callable[[Any], Any]) -> str:

@@ -40,7 +40,7 @@ def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, o
             at_work.note(number)
             try:
                 value = encode(compute(pieces[number]), what=f"the result of piece {number} of the map")
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 text = UserCodeError("", error).traceback_text
                 said = encode({"node": run.worker, "traceback": text})
                 writer.write(Record(Kind.ERROR, number, ticket.attempt, said))

@@ -65,14 +65,19 @@ class Options(NamedTuple):
     def check(self) -> None:
         if self.pieces < 0:
             raise JobError(f"a queue cannot have {self.pieces} pieces")
-        if self.passes is not None and self.passes < 1:
-            raise JobError(f"passes={self.passes}: a queue has one pass at least, or passes=None for endless ones")
-        if self.attempts < 1:
-            raise JobError(f"attempts={self.attempts}: a piece is tried once at least")
+        if self.passes is not None and not _counts(self.passes):
+            raise JobError(f"passes={self.passes!r}: a queue has one pass at least, or passes=None for endless ones")
+        if not _counts(self.attempts):
+            raise JobError(f"attempts={self.attempts!r}: a piece is tried once at least")
         if self.on_error not in ("fail", "set aside"):
             raise JobError(f'on_error={self.on_error!r}: after too many errors it is "fail" or "set aside"')
         if self.straggler and not self.straggler >= 1:
             raise JobError(f"straggler={self.straggler}: a multiple of the median, 1 at least, or 0 for never")
+
+
+def _counts(number: Any) -> bool:
+    """True for a whole number from 1 on."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 class Pass:

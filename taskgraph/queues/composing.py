@@ -7,6 +7,7 @@ map <tag>       asks the dealer for pieces, computes them, puts its results     
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +131,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _compute(it: _Map, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+    _find_pieces(it)
     share = Share(epoch._work.kept_results(it.tag), epoch._work.node_name)
     asked: Reply | None = None
     while share.last is None:
@@ -148,6 +150,7 @@ def _compute(it: _Map, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
 
 
 async def _compute_async(it: _Map, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+    await asyncio.to_thread(_find_pieces, it)
     share = Share(epoch._work.kept_results(it.tag), epoch._work.node_name)
     asked: Reply | None = None
     while share.last is None:
@@ -163,6 +166,12 @@ async def _compute_async(it: _Map, epoch: Epoch, ins: Inputs, outs: Outputs) -> 
     for reply in _send_on(it, epoch, share):
         await reply
     _put(it, share, outs)
+
+
+def _find_pieces(it: _Map) -> None:
+    """Finds the pieces of a queue, while the dealer does the same: later calls have them."""
+    if it.source is not None:
+        _ = it.source.pieces
 
 
 def _ask(it: _Map, epoch: Epoch, share: Share) -> Reply:
@@ -189,7 +198,7 @@ def _one(it: _Map, epoch: Epoch, share: Share, todo: Todo, *, final: bool = Fals
     try:
         given, rows = _content(it, of_piece, todo)
         result = result_of(it.value(of_piece, given), rows, of_piece, _what(it, todo))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if final:
             raise
         share.fail(todo, error_lines(error), time.perf_counter() - began)
@@ -200,9 +209,9 @@ def _one(it: _Map, epoch: Epoch, share: Share, todo: Todo, *, final: bool = Fals
 async def _one_async(it: _Map, epoch: Epoch, share: Share, todo: Todo, *, final: bool = False) -> None:
     began, of_piece = time.perf_counter(), _piece_epoch(it, epoch, todo)
     try:
-        given, rows = _content(it, of_piece, todo)
+        given, rows = await asyncio.to_thread(_content, it, of_piece, todo)
         result = result_of(await it.value(of_piece, given), rows, of_piece, _what(it, todo))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if final:
             raise
         share.fail(todo, error_lines(error), time.perf_counter() - began)

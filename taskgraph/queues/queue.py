@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,7 +10,7 @@ from taskgraph.errors import JobError
 from taskgraph.protocol.dealing import Ledger
 from taskgraph.queues.service import QueueTask
 from taskgraph.services import Service
-from taskgraph.sources.reading import Source, as_source
+from taskgraph.sources.reading import Source, as_source, pieces_of
 
 __all__ = ["WorkQueue", "service_title"]
 
@@ -58,6 +58,8 @@ class WorkQueue:
             raise JobError(f"WorkQueue(buffer={buffer}): a number of rows, or 0")
         self.source = as_source(source)
         self.buffer = buffer
+        self._pieces: Sequence[Any] | None = None
+        self._finding = threading.Lock()
         self._options: dict[str, Any] = {
             "passes": passes,
             "shuffle": shuffle,
@@ -68,15 +70,21 @@ class WorkQueue:
         }
         Ledger(0, **self._options)  # checks them
 
-    @functools.cached_property
+    @property
     def pieces(self) -> Sequence[Any]:
-        """The pieces of the source."""
-        return self.source.pieces()
+        """The pieces of the source. To find them may take long: not for the event loop."""
+        with self._finding:
+            if self._pieces is None:
+                self._pieces = pieces_of(self.source)
+            return self._pieces
 
-    def ledger(self, seed: int) -> Ledger:
-        """Returns the ledger before the first piece."""
-        return Ledger(len(self.pieces), seed=seed, **self._options)
+    def _count(self) -> int:
+        return len(self.pieces)
+
+    def ledger(self, pieces: int, seed: int) -> Ledger:
+        """Returns the ledger before the first of so many pieces."""
+        return Ledger(pieces, seed=seed, **self._options)
 
     def service(self, name: str, tasks: int) -> Service:
         """Returns the service that has the ledger."""
-        return Service(service_title(name), 1, lambda index: QueueTask(self.ledger, name))
+        return Service(service_title(name), 1, lambda index: QueueTask(self._count, self.ledger, name))

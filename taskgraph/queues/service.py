@@ -18,21 +18,28 @@ if TYPE_CHECKING:
 __all__ = ["QueueTask"]
 
 
-class QueueTask(Task, state=["ledger_state"]):
+class QueueTask(Task, state=["pieces", "ledger_state"]):
     """Counts the pieces of a queue, at its sync point: so in the decision that commits their results.
 
     Args:
-        begin: makes the ledger before the first piece, from the seed of the job.
+        count: finds the pieces, and returns how many there are.
+        begin: makes the ledger before the first piece, from the number of pieces and the seed of the job.
         name: of the queue.
 
     Attributes:
+        pieces: how many the source has; None before `setup`.
         ledger_state: as `Ledger.state()`; None before the first piece counted.
     """
 
-    def __init__(self, begin: Callable[[int], Ledger], name: str) -> None:
-        self.begin = begin
+    def __init__(self, count: Callable[[], int], begin: Callable[[int, int], Ledger], name: str) -> None:
+        self.count_pieces, self.begin = count, begin
         self.name = name
+        self.pieces: int | None = None
         self.ledger_state: dict[str, Any] | None = None
+
+    def setup(self) -> None:
+        """Finds the pieces, in the thread of user code: it may read all files."""
+        self.pieces = self.count_pieces()
 
     def compose(self, epoch: Epoch) -> None:
         epoch.scratch.counted = {}
@@ -44,7 +51,8 @@ class QueueTask(Task, state=["ledger_state"]):
         Args:
             seed: of the job.
         """
-        return self.begin(seed) if self.ledger_state is None else Ledger.of(self.ledger_state)
+        assert self.pieces is not None
+        return self.begin(self.pieces, seed) if self.ledger_state is None else Ledger.of(self.ledger_state)
 
     def plan(self, upto: int | None, seed: int) -> Plan:
         """Returns the pieces of the epoch at work."""

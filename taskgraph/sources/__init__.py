@@ -11,7 +11,7 @@ read lines, CSV and Parquet. Packages that only some sources need are imported w
 from taskgraph.sources.delimited import csv
 from taskgraph.sources.locations import files
 from taskgraph.sources.parquet import parquet
-from taskgraph.sources.reading import Source, Values, as_source, content_of, is_source, order, rows_of
+from taskgraph.sources.reading import Source, Values, as_source, content_of, is_source, order, pieces_of, rows_of
 from taskgraph.sources.text import lines
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "lines",
     "order",
     "parquet",
+    "pieces_of",
     "rows_of",
 ]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Source", "Values", "as_source", "content_of", "is_source", "order", "rows_of"]
+__all__ = ["Source", "Values", "as_source", "content_of", "is_source", "order", "pieces_of", "rows_of"]
 
 
 class Source(Protocol):
@@ -72,6 +72,12 @@ def as_source(of: Source | Iterable[Any]) -> Source:
             f"with pieces() and read(piece)"
         )
     return Values(of if isinstance(of, range | list | tuple) else list(of))
+
+
+def pieces_of(source: Source) -> Sequence[Any]:
+    """Returns the pieces of a source. An iterable without an order by number, such as a generator, becomes a list."""
+    found = source.pieces()
+    return found if hasattr(found, "__len__") and hasattr(found, "__getitem__") else list(found)
 
 
 def order(count: int, pass_number: int, seed: int, shuffle: bool) -> NDArray[np.int64]:

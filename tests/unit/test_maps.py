@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,26 @@ def test_pieces_are_set_aside() -> None:
     one, failed, three = tg.map(odd, [1, 2, 3], nodes=0, on_error="set aside")
     assert (one, three) == (1, 3)
     assert isinstance(failed, tg.Failed) and failed.piece == 1 and "2 is even" in failed.traceback
+
+
+def test_sys_exit_in_a_piece_is_an_error_of_the_piece() -> None:
+    with pytest.raises(tg.PieceFailed, match="piece 1 raised on n1, in 1 attempts") as failed:
+        tg.map(lambda x: sys.exit("no") if x == 1 else x, range(3), nodes=0, attempts=1)
+    assert "SystemExit: no" in failed.value.traceback
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        (tg.lines("some.txt"), r"Lines is a source: give its pieces\(\)"),
+        ("*.txt", r"several pieces, not '\*\.txt'"),
+        ({"a", "b"}, "no fixed order"),
+        (5, "a list of pieces, not 5"),
+    ],
+)
+def test_pieces_are_checked(pieces: Any, message: str) -> None:
+    with pytest.raises(tg.JobError, match=message):
+        tg.map(str, pieces, nodes=0)
 
 
 def test_values_that_do_not_travel_are_named() -> None:

@@ -116,7 +116,7 @@ def queue_statuses(replica: Replica, dealers: Dealers | None, now: float) -> lis
     """
     maps = list(dealers.statuses(now)) if dealers is not None else []
     task = replica.user_task
-    if not isinstance(task, QueueTask):
+    if not isinstance(task, QueueTask) or task.pieces is None:
         return maps
     ledger = task.ledger(replica.job.seed)
     found = QueueStatus.of(task.name, "queue", ledger, now)

@@ -189,7 +189,7 @@ def test_a_piece_set_aside_is_sent_on_by_one_task_also_if_that_dies() -> None:
 
 def test_counts_are_those_of_the_passes() -> None:
     queue = WorkQueue(range(3), passes=2, overlap=True)
-    plan = plan_of(queue.ledger(0), 4)
+    plan = plan_of(queue.ledger(len(queue.pieces), 0), 4)
     assert plan.pieces == [(0, 0), (0, 1), (0, 2), (1, 0)]
     assert (plan.left, plan.over) == (2, False)
     world = World(plan, tasks=1)
@@ -202,7 +202,7 @@ def test_counts_are_those_of_the_passes() -> None:
 
 
 def test_plan_of_an_endless_queue_is_the_rest_of_a_pass() -> None:
-    ledger = WorkQueue(range(3), passes=None).ledger(0)
+    ledger = WorkQueue(range(3), passes=None).ledger(3, 0)
     plan = plan_of(ledger, None)
     assert len(plan.pieces) == 3 and not plan.over
 

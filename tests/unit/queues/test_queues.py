@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -153,6 +155,26 @@ def test_value_and_then_may_be_coroutines() -> None:
     assert tg.testing.run(rows(builder=Coroutines)).values == undisturbed(rows)
 
 
+class Slow:
+    """A source that takes its time, which no event loop has."""
+
+    def pieces(self) -> Iterator[str]:
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        yield from "abc"
+
+    def read(self, piece: str) -> Iterator[str]:
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        yield piece
+
+
+@pytest.mark.parametrize("builder", [Rows, Coroutines])
+def test_files_are_not_read_on_the_event_loop(builder: type[tg.Task]) -> None:
+    seen, _ = tg.testing.run(rows(builder=builder, source=Slow())).values[0]
+    assert [piece for piece, _ in seen] == [["a"], ["b"], ["c"]]
+
+
 def test_without_then_the_pieces_are_counted() -> None:
     class Counted(tg.Task):
         def compose(self, epoch: tg.Epoch) -> None:
@@ -197,6 +219,15 @@ def test_a_piece_may_be_set_aside() -> None:
     assert "five is right out" in failed.traceback
     assert [one.piece for one in found.values[0][0] if isinstance(one, tg.Failed)] == [5]
     assert tg.JobResult.from_json(found.to_json()).set_aside == found.set_aside
+
+
+def test_sys_exit_in_a_piece_is_an_error_of_the_piece() -> None:
+    class Exits(Rows):
+        def work(self, epoch: tg.Epoch, piece: int) -> tuple[int, float]:
+            return super().work(epoch, piece) if piece != 5 else sys.exit(3)
+
+    (failed,) = tg.testing.run(rows(builder=Exits, on_error="set aside")).set_aside["rows"]
+    assert failed.piece == 5 and "SystemExit: 3" in failed.traceback
 
 
 def test_an_error_that_goes_away_costs_nothing() -> None:
@@ -247,6 +278,8 @@ def test_wrong_options_of_a_queue_are_named() -> None:
         tg.WorkQueue(range(3), on_error="ignore")
     with pytest.raises(tg.JobError, match="buffer=-1"):
         tg.WorkQueue(range(3), buffer=-1)
+    with pytest.raises(tg.JobError, match=r"passes=1\.5"):
+        tg.WorkQueue(range(3), passes=1.5)  # type: ignore[arg-type]
 
 
 computed: Counter[tuple[int, int]] = Counter()
