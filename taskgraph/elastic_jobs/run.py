@@ -216,6 +216,11 @@ class Run:
         for option in ("servers", "backups"):
             if option in options:
                 raise TableError(f"run.table({option}=...): in an elastic job every worker has all rows; leave it out")
+        if options.pop("staleness", 0) != 0:
+            raise TableError(
+                "run.table(staleness=...): with run.steps a pull has the rows as of the round's beginning, and with "
+                "run.shards those of all pieces counted some hundredths of a second before; leave it out"
+            )
         made = self.tables.make(name, TableOptions(width, **options), self.progress.node.spec.seed)
         self.progress.carried[f"table {name!r}"] = made
         return made

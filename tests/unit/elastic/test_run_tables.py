@@ -153,6 +153,7 @@ async def test_pushes_are_summed_and_counted_once(scenario: Scenario) -> None:
         (lambda run, table: run.once(lambda: table.push([1], np.ones((1, 1), np.float32))), "outside a part"),
         (lambda run, table: run.table("t", 2), "there is a table of this name"),
         (lambda run, table: run.table("u", 2, servers=2), "every worker has all rows"),
+        (lambda run, table: run.table("u", 2, staleness=2), "with run.steps a pull has the rows as of the round"),
         (lambda run, table: run.table("u", 0), "width"),
         (lambda run, table: table.pull(), "needs ids"),
         (lambda run, table: table.pull([0.5]), "takes int64 ids"),
