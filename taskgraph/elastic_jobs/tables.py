@@ -274,7 +274,7 @@ class RunTable:
         return {"table": self.options.stored, "lr": self._lr, "blocks": self._store.blocks}
 
     def load(self, captured: Mapping[str, Any]) -> None:
-        self.options.check_stored(captured["table"])
+        self.options.check_stored(captured["table"], self.name)
         self._lr = captured["lr"]
         self._store = Store(self.options, self._seed, map(Layout.of(self.options).unpack, captured["blocks"]))
 

@@ -78,11 +78,11 @@ class TableOptions:
         object.__setattr__(self, "scale", as_rate(self.scale, "Table(scale=...)"))
         object.__setattr__(self, "lr", as_rate(self.lr, "Table(lr=...)"))
 
-    def check_stored(self, given: Sequence[Any]) -> None:
+    def check_stored(self, given: Sequence[Any], name: str) -> None:
         """Raises CheckpointError unless `given` equals `stored`: rows of another layout would be read as numbers."""
         if list(given) != self.stored:
             raise CheckpointError(
-                f"the table was written with (width, dtype, optimizer) {tuple(given)}, and the job has "
+                f"table {name!r} was written with (width, dtype, optimizer) {tuple(given)}, and the job has "
                 f"{tuple(self.stored)}: use those that it was written with"
             )
 

@@ -55,7 +55,7 @@ class TableServer(Task):
         return {"table": self._table.stored, "lr": self._lr, "servers": self._servers, "blocks": self._store.blocks}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._table.check_stored(state["table"])
+        self._table.check_stored(state["table"], self._name)
         layout = Layout.of(self._table)
         self._lr = state["lr"]
         self._store = Store(self._table, segments=map(layout.unpack, state["blocks"]))

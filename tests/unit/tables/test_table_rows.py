@@ -256,8 +256,8 @@ def test_rows_move_to_another_number_of_servers() -> None:
 
 def test_rows_of_another_table_are_refused() -> None:
     with pytest.raises(tg.CheckpointError, match="optimizer"):
-        Table(2).check_stored(Table(2, optimizer="adam").stored)
-    Table(2, lr=0.5).check_stored(Table(2).stored)
+        Table(2).check_stored(Table(2, optimizer="adam").stored, "users")
+    Table(2, lr=0.5).check_stored(Table(2).stored, "users")
 
 
 @pytest.mark.parametrize(
