@@ -138,8 +138,8 @@ class _OpenTable(EpochTable):
         if epoch._sync or epoch._work.composing is not None:
             here = "a sync point runs when the epoch is quiet" if epoch._sync else "compose() cannot wait for an answer"
             raise TableError(
-                f"{what}: {here}: use tables in a compute with an outbound channel, or in on_flag: flag yourself in "
-                f"compose for that, epoch.flag(self.task_id)"
+                f"{what}: {here}: use tables in the `value` of a collective, another compute with an outbound channel, "
+                f"or on_flag: flag yourself in compose for that, epoch.flag(self.task_id)"
             )
         return what
 

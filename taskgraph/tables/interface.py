@@ -15,7 +15,8 @@ Array = NDArray[Any]
 class EpochTable(ABC):
     """A table in an epoch, as `epoch.table(name)` returns it.
 
-    It is used in computes with outbound channels, in `on_flag`, in handlers and in pieces of `epoch.map`.
+    It is used in the `value` of collectives, in pieces of `epoch.map`, in other computes with outbound channels, in
+    `on_flag` and in handlers.
     """
 
     @abstractmethod
