@@ -40,6 +40,8 @@ _DEATHS: Final = 3
 """A piece at which so many nodes died is to blame, if all nodes have died."""
 _IN_VAIN: Final = 2
 """So many jobs, one after the other, whose nodes all died before they had a result, are too many."""
+_END_S: Final = 0.5
+"""Once all results are there, the job has this time to end: a node may still compute what another one has done."""
 _POLL_S: Final = 0.01
 """How often the caller looks for results: a look is a few calls of the system."""
 
@@ -198,7 +200,7 @@ class _Map:
             yield number, self._errors[number]
 
     def _run(self, journal: Journal, shown: MapProgress) -> Generator[tuple[int, Any], None, BaseException | None]:
-        """Runs a job for what is missing, and yields its results. Returns what has ended it, unless it ended well."""
+        """Runs a job for what is missing, and yields the results. Returns what has ended it, if results are missing."""
         options = self._options
         journal.begin_job(np.flatnonzero(self._missing))
         job = map_pieces(
@@ -216,6 +218,9 @@ class _Map:
                     shown.done(number)
                     yield number, result
                 shown.tick(self._errors.values())
+                if not self._missing.any():
+                    running.wait(_END_S)
+                    return None
             return running.error
 
     def _read(self, journal: Journal) -> Iterator[tuple[int, Any]]:

@@ -22,6 +22,7 @@ _LINE_S: Final = 5.0
 """Time between two lines in a pipe."""
 _WINDOW_S: Final = 10.0
 """The rate is that of the last seconds."""
+_NAME: Final = 10
 _SHOWN: Final = ("gone", "lost", "failover", "returned", "excluded", "no memory")
 """Events that are lines of their own."""
 
@@ -117,9 +118,9 @@ def progress_text(
     Args:
         rate: pieces a second.
         errors: the name of an exception -> in how many pieces it was the last one.
-        columns: the line has no more characters.
+        columns: the line has no more characters. A long name is cut first, down to ten of them.
     """
-    parts = [name, f"{done}/{total}"]
+    parts = [f"{done}/{total}"]
     if total:
         parts.append(f"{100 * done // total}%")
     if rate:
@@ -131,7 +132,8 @@ def progress_text(
     if errors:
         names = ", ".join(f"{count} {kind}" for kind, count in errors.most_common())
         parts.append(f"{errors.total()} failed: {names}")
-    return cut(one_line("  ".join(parts)), max(1, columns))
+    rest = one_line("  ".join(parts))
+    return cut(f"{cut(one_line(name), max(_NAME, columns - len(rest) - 2))}  {rest}", max(1, columns))
 
 
 def error_name(traceback: str) -> str:

@@ -89,6 +89,18 @@ async def test_piece_that_ends_its_process_is_named(cli: Cli) -> None:
     await cli.nothing_left()
 
 
+async def test_map_does_not_wait_for_a_piece_that_another_node_has_done(cli: Cli) -> None:
+    (cli.cwd / "stuck.py").write_text(
+        "import os, time\ndef stuck(line):\n    if line == '3' and not os.path.exists('flag'):\n"
+        "        open('flag', 'w').close()\n        time.sleep(600)\n    return line\n"
+    )
+    (cli.cwd / "lines").write_text("".join(f"{number}\n" for number in range(40)))
+    done = await cli("map", "stuck.py:stuck", "--lines", "lines", "--nodes", "2")
+    assert done.code == 0 and done.out.count('"result"') == 40, done.err
+    assert (cli.cwd / "flag").exists()
+    await cli.nothing_left()
+
+
 async def at_gate(cli: Cli, nodes: int) -> Command:
     options = ("-o", f"gate={cli.gate}", "-o", f"finish={cli.root / 'finish'}")
     run = await cli.start("run", SHARDED, "--nodes", str(nodes), "--json", *options)

@@ -237,6 +237,8 @@ def test_one_line_of_progress() -> None:
     assert text == "squares  1200/10000  12%  530 pieces/s  0:17 left  4 nodes  2 failed: 2 ValueErr"
     assert progress_text("a", 3, 3, 0.5, 0, Counter(), 80) == "a  3/3  100%  0.5 pieces/s"
     assert progress_text("a", 0, 9000, 0.5, 1, Counter(), 80) == "a  0/9000  0%  0.5 pieces/s  5:00:00 left  1 node"
+    long = progress_text("name_of_a_function" * 5, 300, 600, 10.0, 2, Counter({"OSError": 1}), 80)
+    assert long == "name_of_a_fu  300/600  50%  10 pieces/s  0:30 left  2 nodes  1 failed: 1 OSError"
 
 
 def test_progress_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
