@@ -280,12 +280,14 @@ def _parameters(builder: type) -> list[str]:
 class JobFunction(Generic[P]):
     """A function decorated with `@tg.job`. Calling it makes a Job that nodes can make again by the same call."""
 
+    _decorator = "@tg.job"
+
     def __init__(self, function: Callable[P, Job]) -> None:
         name = getattr(function, "__qualname__", repr(function))
         if not inspect.isfunction(function) or "<" in name or "." in name:
             raise JobError(
-                f"@tg.job goes on a function at the top level of a module, not on {name}: nodes import the module and "
-                f"call the function by its name"
+                f"{self._decorator} goes on a function at the top level of a module, not on {name}: nodes import the "
+                f"module and call the function by its name"
             )
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise JobError(f"{name}: a job function is a plain `def` that returns a tg.Job")

@@ -80,6 +80,8 @@ def _weighted(value: Any, allocate: Allocate) -> Sums:
     with np.errstate(all="ignore"):
         for array in sums.arrays:
             array *= array.dtype.type(weight)
+            if weight == 0:
+                array.fill(0)  # the mean of no rows is nan, and counts nothing
     sums.arrays[0][0] = weight  # the first element is the weight itself
     return sums
 

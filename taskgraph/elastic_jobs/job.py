@@ -79,6 +79,8 @@ class ElasticOptions:
 class ElasticFunction(JobFunction[P], Generic[P, T]):
     """A function decorated with `@tg.elastic`: called with its arguments, but the run, it returns a Job."""
 
+    _decorator = "@tg.elastic"
+
     def __init__(self, function: Callable[Concatenate[Run, P], T], options: ElasticOptions) -> None:
         super().__init__(cast(Callable[P, Job], function))
         parameters = list(self._signature.parameters.values())

@@ -271,6 +271,8 @@ def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
         if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor = tensor.float()
         return "torch", tensor.cpu().contiguous().numpy()
+    if isinstance(value, np.ma.MaskedArray):
+        raise JobError(f"{where or 'a value'} is a masked array, and a sum has no mask: add value.filled(0)")
     if isinstance(value, np.ndarray | np.generic):
         return "numpy", np.asarray(value)
     library = "cupy"

@@ -370,6 +370,7 @@ def test_names_that_differ_name_both_tasks(op: Any) -> None:
         (None, "sum", "a value is a NoneType: a sum is made of numbers"),
         ({"a": "text"}, "sum", r"\['a'\] is a str"),
         ({"a": 1, 2: 3}, "sum", "keys that are no texts"),
+        (np.ma.array([1.0, 2.0], mask=[0, 1]), "sum", "is a masked array"),
         (1.0, "mean", r"for a mean return \(weight, tree\)"),
         ((True, 1.0), "mean", "the weight of a mean is a number, not bool"),
         ((float("nan"), 1.0), "mean", "the weight of a mean is nan"),
@@ -380,6 +381,16 @@ def test_values_that_cannot_be_added(value: Any, op: Any, says: str) -> None:
     text = failure(lambda self, epoch: epoch.allreduce("it", lambda epoch, ins: value, self.keep, op=op))
     assert "epoch 0: allreduce of 'it': " in text
     assert re.search(says, text), text
+
+
+@pytest.mark.parametrize("via", ["tree", "ring"])
+def test_what_has_weight_0_counts_nothing(via: Any) -> None:
+    def declare(self: Any, epoch: tg.Epoch) -> None:
+        given = (0, [np.full(3, np.nan), np.inf]) if self.task_id == 1 else (2.0, [np.ones(3), 4.0])
+        epoch.allreduce("it", lambda epoch, ins: given, self.keep, op="mean", via=via)
+
+    array, number = only(seen(declare, 3)[0])
+    assert (array.tolist(), number) == ([1.0, 1.0, 1.0], 4.0)
 
 
 def test_mean_of_arrays_of_the_other_byte_order() -> None:

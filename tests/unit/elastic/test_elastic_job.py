@@ -55,6 +55,11 @@ def test_function_without_a_run() -> None:
         elastic(no_run)
 
 
+def test_function_in_a_function() -> None:
+    with pytest.raises(tg.JobError, match=r"@tg\.elastic goes on a function at the top level"):
+        elastic(lambda run: None)
+
+
 @pytest.mark.parametrize("every", [0, -1.0, "1", True, float("inf")])
 def test_time_between_checkpoints(every: Any) -> None:
     with pytest.raises(tg.JobError, match=r"checkpoint_every_s=.*: must be a number of seconds above 0"):
