@@ -19,11 +19,12 @@ from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import capture, check_parameters
 from taskgraph.elastic_jobs.tables import Pushes, Tables
-from taskgraph.elastic_jobs.tally import Failure, Tally
+from taskgraph.elastic_jobs.tally import Failure, Tally, worker_of
 from taskgraph.errors import PieceFailed, StepError
 from taskgraph.graph.values import decode
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.dealing import Ledger, Ticket
+from taskgraph.results import Failed
 from taskgraph.sources.reading import Source, content_of
 
 __all__ = ["Pieces", "Shards"]
@@ -193,6 +194,13 @@ class Shards(Generic[R]):
         """The pass of the piece at work, from 0; -1: no piece is."""
         ticket = None if self._pieces is None else self._pieces.at_work
         return -1 if ticket is None else ticket.pass_number
+
+    @property
+    def set_aside(self) -> list[Failed]:
+        """The pieces that failed too often, and were set aside: of all workers, once the loop has ended."""
+        if self._pieces is None:
+            return []
+        return [Failed(one.piece, worker_of(one.holder), one.text) for one in self._pieces.tally.ledger.set_aside]
 
     def check_ended(self) -> None:
         """Raises StepError if user code has left the loop early."""
