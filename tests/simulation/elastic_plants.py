@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from taskgraph.elastic_jobs import adding as adding_module
 from taskgraph.elastic_jobs import view_changes
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.contributions import Contributions
@@ -25,6 +24,7 @@ from taskgraph.elastic_jobs.slices import Slices
 from taskgraph.elastic_jobs.totals import KeptTotals
 from taskgraph.elastic_jobs.usercall import UserCall
 from taskgraph.elastic_jobs.view_changes import ViewChanger
+from taskgraph.graph import sums as sums_module
 from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic import flush, transactions
 from taskgraph.protocol.elastic import worker as worker_module
@@ -186,7 +186,7 @@ def a_range_is_summed_in_another_order(patch: pytest.MonkeyPatch) -> None:
             total = total.add(piece)
         return total
 
-    patch.setattr(adding_module, "add_up", added)
+    patch.setattr(sums_module, "add_up", added)
 
 
 @plant

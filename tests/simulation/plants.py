@@ -19,7 +19,6 @@ import pytest
 from taskgraph.checkpoint.store import Store
 from taskgraph.coordination.memory import MemoryStore
 from taskgraph.errors import Refused
-from taskgraph.graph.values import decode
 from taskgraph.node import replica as replica_module
 from taskgraph.node import serving as serving_module
 from taskgraph.node.epochs import attempt as attempt_module
@@ -385,10 +384,11 @@ def done_is_reported_before_the_members_hold_the_snapshot(patch: pytest.MonkeyPa
 def a_restored_state_is_shared_with_the_boundary(patch: pytest.MonkeyPatch) -> None:
     known: dict[tuple[bytes, int], Any] = {}
 
-    def shared(value: Any, **kwargs: Any) -> Any:
-        return known.setdefault((value.digest, id(value)), decode(value, **kwargs))
+    def shared(original: Any, boundary: Any, **kwargs: Any) -> Any:
+        value = boundary.value
+        return known.setdefault((value.digest, id(value)), original(boundary, **kwargs))
 
-    patch.setattr(replica_module, "decode", shared)
+    _changed(patch, replica_module, "decode_boundary", shared)
 
 
 @plant

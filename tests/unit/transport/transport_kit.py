@@ -133,6 +133,8 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     (m.HoldsTotals(4, 9), m.Accepted(0)),
     (m.FirstPart(4, 9, 2, b"digest"), m.Accepted(0)),
     (m.GroupKey(4, "rank_1", b"address"), m.Accepted(0)),
+    (m.FetchShared(m.Stamp(1, 4), 2), m.SharedState(m.Stamp(1, 4), 3, encoded(b"shared", bytes(100_000)))),
+    (m.DescribeShared(m.Stamp(1, 4), 2, True), m.SharedDigests(3, (("theta", bytes(16)),))),
     (m.CopyState(), m.StateCopy(3, 9, b"tag", encoded(b"state", bytes(100_000)), (b"reports",))),
     (m.DescribeState(), m.StateDigests(3, (("w", b"d" * 16), ("opt.0.lr", b"e" * 16)))),
     (m.DescribeValue(), m.ValueDigest(b"d" * 16)),
