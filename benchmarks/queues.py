@@ -14,6 +14,7 @@ Times are from the first piece to the last result, so the start of nodes does no
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -161,8 +162,9 @@ class Mischief:
     def _kill_a_node(self) -> None:
         nodes = [node for node in self._status()["nodes"] if node["answers"]]
         if nodes:
-            os.kill(self._rng.choice(nodes)["pid"], signal.SIGKILL)
-            self.kills += 1
+            with contextlib.suppress(ProcessLookupError):  # its job has just ended
+                os.kill(self._rng.choice(nodes)["pid"], signal.SIGKILL)
+                self.kills += 1
 
     def _pause_etcd(self) -> None:
         pids = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_etcd_of(p, os.getpid())]
