@@ -29,7 +29,9 @@ else:
 __all__ = ["EpochReport", "Failed", "JobResult", "all_equal", "json_pieces", "plain_value"]
 
 SET_ASIDE: Final = "taskgraph.set_aside"
-"""In the value of a queue's task: the name of the queue whose pieces were set aside."""
+"""In the value of a queue's task: the name of the queue whose pieces were set aside. An elastic job has "shards"."""
+VALUE: Final = "taskgraph.value"
+"""Beside it, the value that user code returned."""
 _NAMED = 5
 """Tasks that a message names."""
 _REPORTS_A_PIECE = 1000
@@ -82,7 +84,8 @@ class JobResult(Generic[T]):
         epochs: the number of committed epochs.
         failovers: how often a backup took over from a primary that failed.
         restarts: how often an epoch started again, or the job went back to a checkpoint.
-        set_aside: queue -> its pieces that were set aside (`tg.WorkQueue(on_error="set aside")`).
+        set_aside: queue -> its pieces that were set aside (`tg.WorkQueue(on_error="set aside")`); "shards" -> those of
+            `run.shards`.
         wall_s: seconds from submission to the end. For a submitted job: from the start of the first node to the end
             of the last one that computed the result.
     """

@@ -45,6 +45,7 @@ from taskgraph.protocol.messages import (
     StateDigests,
 )
 from taskgraph.protocol.readiness import is_worker_in_sync
+from taskgraph.results import SET_ASIDE, VALUE
 
 __all__ = ["ElasticNode"]
 
@@ -187,7 +188,11 @@ class ElasticNode(WorkerNode):
         assert elastic is not None
         run = Run(call)
         value = elastic.function(run, **elastic.arguments)
-        return encode(value, what=f"the value of {elastic.function.__name__}"), run.positions
+        what = f"the value of {elastic.function.__name__}"
+        if run.set_aside:
+            pieces = [(0, each.piece, each.node, each.traceback) for each in run.set_aside]
+            return encode({VALUE: value, SET_ASIDE: "shards", "pieces": pieces}, what=what), run.positions
+        return encode(value, what=what), run.positions
 
     def has_begun(self) -> bool:
         return self.call.begun

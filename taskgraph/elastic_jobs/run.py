@@ -22,6 +22,7 @@ from taskgraph.elastic_jobs.steps import Step, StepOptions, Steps
 from taskgraph.elastic_jobs.tables import RunTable, Tables
 from taskgraph.errors import StateError, StepError, TableError
 from taskgraph.protocol.dealing import Ledger
+from taskgraph.results import Failed
 from taskgraph.sources.reading import Source, as_source, is_source, pieces_of
 from taskgraph.tables.options import TableOptions
 
@@ -59,6 +60,11 @@ class Run:
     def worker(self) -> str:
         """The name of this worker, never used again."""
         return self.progress.node.name
+
+    @property
+    def set_aside(self) -> list[Failed]:
+        """The pieces that `run.shards` has set aside, for the job's result."""
+        return [] if self._shards is None else self._shards.set_aside
 
     @property
     def positions(self) -> int:

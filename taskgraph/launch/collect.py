@@ -14,7 +14,7 @@ from taskgraph.node.reports import PlainRows, ReportLog
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
-from taskgraph.results import SET_ASIDE, EpochReport, Failed, JobResult, json_pieces, user_codec_of
+from taskgraph.results import SET_ASIDE, VALUE, EpochReport, Failed, JobResult, json_pieces, user_codec_of
 
 __all__ = ["assemble", "complete", "copies", "damaged", "mib", "size_bytes"]
 
@@ -61,12 +61,20 @@ def assemble(
             for task in reversed(rows):
                 numbers.update(rows[task])
         reports.append(EpochReport(epoch, numbers, rows))
-    values = {r.task: decode(r.value) for r in sorted(found, key=lambda r: r.task) if r.value is not None}
-    aside = {task: value for task, value in values.items() if isinstance(value, dict) and SET_ASIDE in value}
+    values, aside = dict[int, Any](), dict[str, tuple[Failed, ...]]()
+    for part in sorted(found, key=lambda part: part.task):
+        value = None if part.value is None else decode(part.value)
+        if isinstance(value, dict) and SET_ASIDE in value:
+            aside[value[SET_ASIDE]] = _failed(value["pieces"])
+            if VALUE not in value:
+                continue
+            value = value[VALUE]
+        if part.value is not None:
+            values[part.task] = value
     return JobResult(
         name=name,
-        values={task: value for task, value in values.items() if task not in aside},
-        set_aside={value[SET_ASIDE]: _failed(value["pieces"]) for value in aside.values()},
+        values=values,
+        set_aside=aside,
         reports=tuple(reports),
         epochs=found[0].epoch,
         failovers=sum(p.record.failovers for p in primaries),

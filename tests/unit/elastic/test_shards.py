@@ -82,7 +82,9 @@ def test_a_piece_that_fails_too_often_fails_the_job_by_number() -> None:
 
 
 def test_a_piece_is_set_aside() -> None:
-    assert tg.run(failing(on_error="set aside", attempts=3), nodes=0).value == 3 + 1
+    result = tg.run(failing(on_error="set aside", attempts=3), nodes=0)
+    assert result.value == 3 + 1
+    assert [failed.piece for failed in result.set_aside["shards"]] == [4]
 
 
 class Unreadable:
