@@ -16,13 +16,14 @@ A round begins at once if user code waits for a piece; `PACE_S` after the one be
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import Merging, chained
 from taskgraph.elastic_jobs.hand import Finished, Hand
 from taskgraph.elastic_jobs.state import capture
-from taskgraph.elastic_jobs.tally import News, Settled, Tally, holder_of
+from taskgraph.elastic_jobs.tally import News, Settled, Tally, holder_of, share_of_round
 from taskgraph.errors import StepError
 from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import decode, encode
@@ -49,7 +50,13 @@ class Gifts(Protocol):
     """What user code does in pieces that counts with them, such as pushes to a table.
 
     What counts so far travels to newcomers by `Progress.carried`, which is captured on the event loop then.
+
+    Attributes:
+        bound: a piece at work may lack what so many of the last counted pieces gave; 0: any number.
     """
+
+    @property
+    def bound(self) -> int: ...
 
     def take(self, ticket: Ticket, *, counts: bool) -> Any:
         """User code has finished a piece. Returns a value that travels; None: there is nothing. Called in its thread.
@@ -196,14 +203,20 @@ class Dealing:
             self._news.add(finished)
         wants, back = self.hand.wants(self._round_s)
         self._news.back += back
-        news = self._news.news()
+        most = self._most_done(holders.index(self._news.holder), len(holders))
+        news = self._news.news(most)
         news.view = (view.number, holders) if view.number > self.tally.view[0] else None
         if self.tally.open:
-            news.wants = 0 if back else wants
+            news.wants = 0 if back or self._news.finished > 2 * most else wants
         else:  # what others give back is for those that have nothing
             news.wants = 1 if self.hand.is_idle_within(self._round_s) else 0
         news.elapsed_s, self._contributed_at = now - self._contributed_at, now
         return news.value()
+
+    def _most_done(self, index: int, workers: int) -> int:
+        """Returns how many finished pieces this worker may contribute to this round."""
+        bound = 0 if self._gifts is None else self._gifts.bound
+        return share_of_round(bound, index, workers, self._progress.position) if bound else sys.maxsize
 
     def _apply(self, total: Sums) -> None:
         """Applies the total of a round."""
@@ -285,12 +298,19 @@ class _Unconfirmed:
     def add(self, finished: Iterable[Finished]) -> None:
         self._finished.update((each.ticket, each) for each in finished)
 
-    def news(self) -> News:
-        """Returns all of it."""
+    @property
+    def finished(self) -> int:
+        """How many finished pieces there are."""
+        return len(self._finished)
+
+    def news(self, most: int) -> News:
+        """Returns all of it, but no more than so many pieces that are done."""
         news = News(self.holder, back=list(self.back))
         for ticket, each in self._finished.items():
             if each.error:
                 news.failed.append((ticket, each.error))
+                continue
+            if len(news.done) == most:
                 continue
             if each.gift is not None:
                 news.gifts[len(news.done)] = each.gift

@@ -212,7 +212,8 @@ class Run:
         Args:
             name: the table's.
             width: numbers in a row.
-            options: `init`, `scale`, `optimizer`, `lr`, `dtype` and `rows`, as of `tg.Table`.
+            options: `init`, `scale`, `optimizer`, `lr`, `dtype` and `rows`, as of `tg.Table`. `staleness=k`: in
+                `run.shards` a pull lacks at most the last k pieces counted; 0: as many as count at once.
 
         Raises:
             TableError: an option does not fit, there is a table of this name, or the first step has begun.
@@ -222,11 +223,6 @@ class Run:
         for option in ("servers", "backups"):
             if option in options:
                 raise TableError(f"run.table({option}=...): in an elastic job every worker has all rows; leave it out")
-        if options.pop("staleness", 0) != 0:
-            raise TableError(
-                "run.table(staleness=...): with run.steps a pull has the rows as of the round's beginning, and with "
-                "run.shards those of all pieces counted some hundredths of a second before; leave it out"
-            )
         made = self.tables.make(name, TableOptions(width, **options), self.progress.node.spec.seed)
         self.progress.carried[f"table {name!r}"] = made
         return made

@@ -109,6 +109,11 @@ class Tables:
         made = self._tables[name] = RunTable(self, name, options, seed)
         return made
 
+    @property
+    def bound(self) -> int:
+        """How many counted pieces a pull in `run.shards` may lack; 0: as many as count at once."""
+        return min((table.options.staleness for table in self if table.options.staleness), default=0)
+
     def take(self, ticket: Ticket, *, counts: bool) -> Packed | None:
         """User code has finished a piece: returns what it pushed, if that counts."""
         pushes, self.pushes = self.pushes, None

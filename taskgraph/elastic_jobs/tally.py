@@ -20,7 +20,22 @@ from typing import Any
 
 from taskgraph.protocol.dealing import Ledger, Ticket, Verdict
 
-__all__ = ["Failure", "News", "Settled", "Tally", "holder_of", "worker_of"]
+__all__ = ["Failure", "News", "Settled", "Tally", "holder_of", "share_of_round", "worker_of"]
+
+
+def share_of_round(bound: int, index: int, workers: int, position: int) -> int:
+    """Returns how many pieces one worker may contribute to a round in which `bound` pieces count at most.
+
+    A worker contributes to a round after it has applied the one before. So what it has lacks one round at most, and
+    that has no more than `bound` pieces. If there are more workers than that, they take turns.
+
+    Args:
+        index: its place among the workers of the view.
+        position: of the round.
+    """
+    if bound >= workers:
+        return bound // workers
+    return 1 if (index + position) % workers < bound else 0
 
 
 def holder_of(worker: str, since: int) -> str:

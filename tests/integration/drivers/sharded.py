@@ -13,6 +13,8 @@ import taskgraph as tg
 class Counts:
     """What counts so far, as a table keeps its rows."""
 
+    bound = 0
+
     def __init__(self) -> None:
         self.found: Counter[tuple[int, int]] = Counter()
 

@@ -153,7 +153,6 @@ async def test_pushes_are_summed_and_counted_once(scenario: Scenario) -> None:
         (lambda run, table: run.once(lambda: table.push([1], np.ones((1, 1), np.float32))), "outside a part"),
         (lambda run, table: run.table("t", 2), "there is a table of this name"),
         (lambda run, table: run.table("u", 2, servers=2), "every worker has all rows"),
-        (lambda run, table: run.table("u", 2, staleness=2), "with run.steps a pull has the rows as of the round"),
         (lambda run, table: run.table("u", 0), "width"),
         (lambda run, table: table.pull(), "needs ids"),
         (lambda run, table: table.pull([0.5]), "takes int64 ids"),
@@ -228,6 +227,31 @@ def shards_counts(run: tg.Run, passes: int = 2) -> Any:
 def test_pushes_of_shards_count_with_their_pieces(kills: dict[tuple[int, int], str], order: int) -> None:
     found = tg.testing.run(shards_counts(), kills=kills, order=order, strict=False).value
     assert found.tolist() == [[2.0]] * 40 + [[80.0]]
+
+
+SEEN: list[float] = []
+"""How many pieces counted by what all workers have pulled so far."""
+
+
+@tg.elastic
+def late_pulls(run: tg.Run, staleness: int) -> float:
+    table = run.table("counts", 1, init="zeros", lr=1.0, dtype="float64", staleness=staleness)
+    for _ in run.shards(range(60)):
+        counted = float(table.pull([0])[0, 0])
+        assert not staleness or counted >= max(SEEN, default=0.0) - staleness
+        SEEN.append(counted)
+        table.push([0], [[-1.0]])
+    return float(table.pull([0])[0, 0])
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 7])
+@pytest.mark.parametrize("order", [7, 12])  # without the bound a pull lacks more in these
+@pytest.mark.parametrize("kills", [{}, {(0, 2): "part"}])
+def test_pull_lacks_no_more_pieces_than_staleness_says(
+    staleness: int, order: int, kills: dict[tuple[int, int], str]
+) -> None:
+    SEEN.clear()
+    assert tg.testing.run(late_pulls(staleness=staleness), kills=kills, order=order, nodes=3, strict=False).value == 60
 
 
 def test_push_after_the_last_shard_is_an_error() -> None:

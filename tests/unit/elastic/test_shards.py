@@ -14,6 +14,8 @@ from taskgraph.protocol.dealing import Ticket
 class Counts:
     """What counts so far, as a table would keep it."""
 
+    bound = 0
+
     def __init__(self) -> None:
         self.found: Counter[tuple[int, int]] = Counter()
 

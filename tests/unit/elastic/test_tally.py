@@ -6,9 +6,11 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from taskgraph.elastic_jobs.hand import Finished, Hand, wanted
-from taskgraph.elastic_jobs.tally import News, Tally, holder_of, worker_of
+from taskgraph.elastic_jobs.tally import News, Tally, holder_of, share_of_round, worker_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.dealing import Ledger, Ticket
 
@@ -190,3 +192,11 @@ def test_one_slow_worker_of_four_costs_little(piece_ms: int, pieces: int) -> Non
             break
     ideal_ms = pieces * piece_ms / 3.25
     assert tally.ledger.over and millisecond <= 1.1 * ideal_ms + piece_ms
+
+
+@given(bound=st.integers(1, 20), workers=st.integers(1, 12), position=st.integers(0, 1000))
+def test_share_of_a_round_is_bounded_and_reaches_all(bound: int, workers: int, position: int) -> None:
+    everyone, later = range(workers), range(position, position + workers)
+    shares = [[share_of_round(bound, index, workers, at) for index in everyone] for at in later]
+    assert all(1 <= sum(of_round) <= bound for of_round in shares)
+    assert all(sum(of_worker) for of_worker in zip(*shares, strict=True))
