@@ -332,7 +332,7 @@ def test_hanging_checkpoint_directory_does_not_keep_a_job(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "fsync", hangs)
     try:
-        job = keeping(tmp_path, threading.Event(), tg.Settings(call_s=0.2))
+        job = keeping(tmp_path, threading.Event(), tg.Settings(call_s=1.0))
         assert tg.run(job, nodes=0, timeout_s=60).values == {0: 3}
         assert writes.wait(60)
         assert not goes_on.is_set()
