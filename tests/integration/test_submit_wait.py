@@ -70,7 +70,7 @@ async def test_ended_command_follows_the_job_again(user: Cli) -> None:
     script = Submitter(user, "again", "-o", "pause_at=2", "-o", f"gate={user.gate}")
     waiting = await script.start()
     launch = await script.launch()
-    await waiting.until("epoch 1/")
+    await waiting.until("epoch 2 waits")
     waiting.process.send_signal(signal.SIGTERM)
     done = await waiting.done()
     assert done.code == 130 and "this command was ended; job again goes on" in done.err, done.err
@@ -105,7 +105,7 @@ async def test_restart_of_etcd(cli: Cli) -> None:
     try:
         waiting = await script.start()
         launch = await script.launch()
-        await waiting.until("epoch 1/")
+        await waiting.until("epoch 2 waits")
         await etcd.stop()
         cli.open()
         etcd = KeptEtcd(data, port=port)
