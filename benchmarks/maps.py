@@ -81,7 +81,7 @@ def ours(function: Callable[[Any], Any], pieces: int, nodes: int) -> Iterator[tu
 
 
 def kills(count: int) -> dict[str, Any]:
-    """Kills nodes at random until so many are dead, and looks at all results."""
+    """Kills nodes at random until `count` are dead, and looks at all results."""
     rng, killed, over, known = random.Random(0), [0], threading.Event(), set[int]()
 
     def killer() -> None:

@@ -64,7 +64,7 @@ def table_rate(
     """Workers that pull and push random rows.
 
     Args:
-        rows: ids are drawn from so many
+        rows: ids are below this number
         width: numbers in a row
         size: rows in a batch
         batches: batches of a worker in an epoch

@@ -3,7 +3,7 @@
 Points are drawn around a number of centers. Every task holds a share of them, on its device where it has one. In each
 epoch task 0 hands the centroids down a tree; every task assigns its points to the nearest one, and what is needed for
 the next centroids (sums, numbers, and the sum of squared distances) is added up the tree. It ends when no centroid
-moves any more: each is then the mean of the points that are nearest to it, and close to one of the centers.
+moves: each is then the mean of the points that are nearest to it, and close to one of the centers.
 
     pip install 'taskgraph-aio[embedded,cuda12]'           # or without cuda12: the same on CPUs
     taskgraph run examples/gpu_kmeans.py --nodes 4         # several GPUs: as many nodes

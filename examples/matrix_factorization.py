@@ -69,7 +69,7 @@ def gradients(user: Floats, item: Floats, given: Floats) -> tuple[Floats, Floats
 
 
 def error(users: Floats, items: Floats, tested: Ratings) -> float:
-    """The root of the mean squared error, of users' ratings that nobody learned from."""
+    """The root of the mean squared error, of ratings that were not learned from."""
     wrong = (users[tested.users] * items[tested.items]).sum(axis=1) - tested.given
     return float(np.sqrt(np.mean(wrong.astype(np.float64) ** 2)))
 

@@ -3,9 +3,9 @@
     python examples/wordcount.py
     python examples/wordcount.py 8 progress
 
-A piece is a batch of files, whose words a node counts; the caller adds the counts up. Pieces go to whichever node is
-free, and those of a node that dies go to others. The sum is that of `collections.Counter` in one process, whoever
-counted what.
+A piece is a batch of files, whose words a node counts; the caller adds the counts up. Pieces go to the nodes that are
+free, and those of a node that dies go to others. The sum is that of `collections.Counter` in one process, on any
+number of nodes.
 """
 
 from __future__ import annotations

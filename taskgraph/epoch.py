@@ -344,7 +344,7 @@ class Epoch(Collectives):
 
         Args:
             pieces: a sequence of values, the same on all tasks; or the name of a queue of the job.
-            upto: so many pieces in this epoch, at most. None: all values; of a queue, what its pass has left.
+            upto: the most pieces in this epoch. None: all values; of a queue, what its pass has left.
 
         Raises:
             GraphError: a wrong argument, or called outside `compose`. While it runs, the job fails with PieceFailed if

@@ -127,7 +127,7 @@ class Collectives:
         over: str = "all",
         inbound: Sequence[str] | Mapping[str, To] = (),
     ) -> None:
-        """Each member gets its value of those that the task `root` gives: a list, or {task: value}."""
+        """Each member gets one of the values that the task `root` gives: a list, or {task: value}."""
         self._group("scatter", tag, over, inbound, root).scatter(value, then)
 
     def reduce_scatter(

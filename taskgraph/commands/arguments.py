@@ -338,7 +338,7 @@ def _add_map(made: argparse.ArgumentParser) -> None:
     made.add_argument("--nodes", type=int, default=4, metavar="N", help="node processes (4); 0: all in this process")
     made.add_argument("--output", metavar="FILE", help="write the results to this file, when all are there")
     made.add_argument(
-        "--attempts", type=int, default=3, metavar="N", help="so many errors in one piece are too many (3)"
+        "--attempts", type=int, default=3, metavar="N", help="how many errors in one piece are too many (3)"
     )
     made.add_argument("--set-aside", action="store_true", help="go on without pieces that fail too often")
     made.add_argument("--resume", action="store_true", help="compute only what an earlier call lacks")

@@ -52,7 +52,7 @@ class Gifts(Protocol):
     What counts so far travels to newcomers by `Progress.carried`, which is captured on the event loop then.
 
     Attributes:
-        bound: a piece at work may lack what so many of the last counted pieces gave; 0: any number.
+        bound: how many of the last counted pieces a piece at work may lack; 0: any number.
     """
 
     @property
@@ -158,7 +158,7 @@ class Dealing:
         is_new = engine.core.number > self.tally.view[0]
         wants, back = hand.wants(self._round_s)
         self._news.back += back
-        open_pieces = wants > 0 and self.tally.open > 0
+        open_pieces = wants > 0 and self.tally.ledger.open > 0
         if hand.starves and (finished or open_pieces or is_new):
             return now
         if finished or open_pieces or is_new or back or self._given_at > engine.core.stable:
@@ -206,7 +206,7 @@ class Dealing:
         most = self._most_done(holders.index(self._news.holder), len(holders))
         news = self._news.news(most)
         news.view = (view.number, holders) if view.number > self.tally.view[0] else None
-        if self.tally.open:
+        if self.tally.ledger.open:
             news.wants = 0 if back or self._news.finished > 2 * most else wants
         else:  # what others give back is for those that have nothing
             news.wants = 1 if self.hand.is_idle_within(self._round_s) else 0
@@ -304,7 +304,7 @@ class _Unconfirmed:
         return len(self._finished)
 
     def news(self, most: int) -> News:
-        """Returns all of it, but no more than so many pieces that are done."""
+        """Returns all of it, with `most` pieces that are done at most."""
         news = News(self.holder, back=list(self.back))
         for ticket, each in self._finished.items():
             if each.error:

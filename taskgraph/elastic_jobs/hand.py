@@ -20,7 +20,7 @@ from taskgraph.protocol.dealing import Ticket
 __all__ = ["Finished", "Hand", "wanted"]
 
 _ROUNDS: Final = 2
-"""The queue has work for so many rounds: a round may take twice as long as those before."""
+"""The rounds for which the queue has work: a round may take twice as long as those before."""
 _GROWTH: Final = 8
 """The queue grows by this factor at most, over what was finished: the first pieces may be shorter than the others."""
 _MOST: Final = 4096
@@ -28,7 +28,7 @@ _MOST: Final = 4096
 _WEIGHT: Final = 0.03
 """Weight of the newest duration in the typical one, after the first 33: pieces may become slower or faster."""
 _OVERDUE: Final = 3.0
-"""A piece that takes so many times the typical duration, and some rounds, leaves its worker without a queue."""
+"""If a piece takes longer than this factor of the typical duration, and some rounds, its worker gets no queue."""
 
 
 class Finished(NamedTuple):

@@ -3,7 +3,7 @@
     the pieces of a pass, in seeded order ──dealt──► lane 0: pieces 0, L, 2L ...   lane 1: pieces 1, L + 1 ...   L parts
     part i of a step: the next rows of lane i ──► with its sums, the position in the lane behind them ──► all workers
 
-So each worker knows before a step where every lane stands, and whoever computes a part reads from there: it goes on
+So each worker knows before a step where every lane stands. The worker that computes a part reads from there: it goes on
 with the open file if it had the lane in the step before. A position is always that of a row that exists. A pass begins
 with a round in which each lane is opened, and the first row found; it ends when all lanes have ended.
 """

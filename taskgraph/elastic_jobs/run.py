@@ -119,7 +119,7 @@ class Run:
         attempts: int = 3,
         on_error: str = "fail",
     ) -> Shards[Any]:
-        """Returns an iterator over pieces that go to whoever is free, in place of `run.steps`; once.
+        """Returns an iterator over pieces that go to free workers, in place of `run.steps`; once.
 
         A piece counts when the loop asks for the next one. The pieces of a lost worker go to others at once.
 
@@ -128,7 +128,7 @@ class Run:
                 workers give the same.
             passes: over all pieces.
             shuffle: each pass has an order of its own, from the job's seed.
-            attempts: so many errors in one piece, given to `Shards.fail` or raised by the source, are too many.
+            attempts: how many errors in one piece, given to `Shards.fail` or raised by the source, are too many.
             on_error: what follows then: "fail": the job fails; "set aside": it goes on without that piece.
 
         Raises:
@@ -257,7 +257,7 @@ class Run:
             seed: of the order of the rows; None: the job's.
             shuffle: False: the rows' own order. Of a source, the order of its pieces.
             drop_last: leave out the smaller step that ends a pass. Not with a source.
-            buffer: of a source: so many rows of a piece are kept back, of which one is drawn each time; 0: their own
+            buffer: of a source: how many rows of a piece are kept back, of which one is drawn each time; 0: their own
                 order.
             unused: "zero": a parameter without a gradient in some parts has the gradient 0 there.
             nonfinite: what nan or inf in a total gives: "event", "error" or "ignore".
@@ -283,7 +283,7 @@ class Run:
         seed = self.progress.node.spec.seed if seed is None else seed
         if is_source(data):
             if batch is None or drop_last:
-                what = "needs batch=..." if batch is None else "with drop_last=True: nobody knows the last step before"
+                what = "needs batch=..." if batch is None else "with drop_last=True: the last step is not known before"
                 raise StepError(f"run.steps(source) {what}")
             feed: Feed = self._lanes(data, LaneOptions(batch, parts, passes, seed, shuffle, buffer))
         else:

@@ -1,4 +1,4 @@
-"""`run.shards`: a loop whose pieces go to whoever is free. All of it is used in the thread of user code.
+"""`run.shards`: a loop whose pieces go to free workers. All of it is used in the thread of user code.
 
 A piece counts when the loop body asks for the next one. Which worker has which piece depends on the time that pieces
 take, so equal bits are not promised; each piece counts once in each pass.

@@ -150,7 +150,7 @@ class Tables:
 class RunTable:
     """A table of an elastic job, as `run.table(name, width, ...)` returns it.
 
-    A row that nobody has pushed to is made when it is pulled, from the job's seed, the table's name and the row's id.
+    A row without a push is made when it is pulled, from the job's seed, the table's name and the row's id.
     """
 
     def __init__(self, of: Tables, name: str, options: TableOptions, seed: int) -> None:

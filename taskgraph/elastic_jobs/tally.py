@@ -130,7 +130,7 @@ class Settled:
     Attributes:
         dealt: holder -> the pieces dealt to it.
         counted: the pieces that count now, in order: holder, ticket, and the value that came with it or None.
-        ended: pieces that nobody has to compute any longer, with those that `counted` has.
+        ended: pieces that need not be computed, with those that `counted` has.
         starving: a holder wanted pieces, and got none.
         failed: a piece that fails the job; None: none does.
     """
@@ -160,11 +160,6 @@ class Tally:
     def slots(self) -> int:
         """The number of contributions to the next round: one for each worker of the view, as far as it is known."""
         return max(1, len(self.view[1]))
-
-    @property
-    def open(self) -> int:
-        """The pieces that can be dealt now."""
-        return sum(counts.open for counts in self.ledger.counts())
 
     def apply(self, news: Sequence[News]) -> Settled:
         """Applies the contributions to a round, which are in the same order on all workers."""
@@ -199,7 +194,7 @@ class Tally:
 
     def _deal(self, wanting: Sequence[News]) -> dict[str, list[Ticket]]:
         """Deals open pieces. If there are fewer than wanted, all get the same share of what they want, one at least."""
-        wanted, there, dealt = sum(each.wants for each in wanting), self.open, dict[str, list[Ticket]]()
+        wanted, there, dealt = sum(each.wants for each in wanting), self.ledger.open, dict[str, list[Ticket]]()
         for each in wanting:
             share = each.wants if wanted <= there else max(1, each.wants * there // wanted)
             if tickets := self.ledger.deal(each.holder, share, self.now):
@@ -218,7 +213,7 @@ class Tally:
 
         Args:
             same_run: False: the state is of a checkpoint of an earlier run. The views of this one are counted anew, and
-                nobody holds a piece.
+                no worker holds a piece.
         """
         made = cls(Ledger.of(state["ledger"]))
         made.now = state["now"]

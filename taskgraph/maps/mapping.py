@@ -37,9 +37,9 @@ R = TypeVar("R")
 V = TypeVar("V")
 
 _DEATHS: Final = 3
-"""A piece at which so many nodes died is to blame, if all nodes have died."""
+"""A piece at which this many nodes died is to blame, if all nodes have died."""
 _IN_VAIN: Final = 2
-"""So many jobs, one after the other, whose nodes all died before they had a result, are too many."""
+"""Jobs, one after the other, whose nodes all died before they had a result, until the map gives up."""
 _END_S: Final = 0.5
 """Once all results are there, the job has this time to end: a node may still compute what another one has done."""
 _POLL_S: Final = 0.01
@@ -81,14 +81,14 @@ def map(
 ) -> list[R]:
     """Calls a function with each piece, on nodes of this host, and returns the results in the order of the pieces.
 
-    Pieces go to whoever is free; those of a node that dies go to others. `random`, numpy and PyTorch are seeded by the
+    Pieces go to free nodes; those of a node that dies go to others. `random`, numpy and PyTorch are seeded by the
     number of the piece, so what a piece draws is the same on each run.
 
     Args:
         fn: a function at the top level of a module or a file, which nodes import; with `nodes=0` any function.
         pieces: values that travel, as the results have to be.
         nodes: processes, one piece at a time in each. One that dies is replaced. 0: this process.
-        attempts: so many errors in one piece are too many. The death of a node is no error of its pieces.
+        attempts: how many errors in one piece are too many. The death of a node is no error of its pieces.
         on_error: what follows then: "fail": PieceFailed; "set aside": the result of that piece is a `Failed`.
         resume: compute only what an earlier call with the same name, function and pieces lacks, which failed, was ended
             or was killed.

@@ -396,7 +396,7 @@ def _whole_value(offer: Offer, stored: Boundaries) -> Encoded:
         return offer.value
     base = stored.find(offer.kept.base)
     if base is None:
-        text = f"the boundary before boundary {offer.stamp.epoch} of task {offer.task} is not stored here any more"
+        text = f"the boundary before boundary {offer.stamp.epoch} of task {offer.task} is no longer stored here"
         raise Refused(Reason.STALE, text)
     try:
         return with_kept(offer.value, offer.kept, base.value)

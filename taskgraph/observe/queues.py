@@ -12,7 +12,7 @@ from taskgraph.protocol.dealing import Ledger, PassCounts, Slow
 __all__ = ["SLOW", "QueueStatus", "Rate"]
 
 _RATE_S: Final = 10.0
-"""The rate is that of the last so many seconds."""
+"""Seconds over which the rate is taken."""
 _SAMPLE_S: Final = 0.1
 """Rows that come within this time are one sample."""
 SLOW: Final = 10
@@ -94,7 +94,7 @@ class Rate:
         self._samples: deque[tuple[float, int]] = deque()  # time, and the rows that were done then
 
     def add(self, now: float, rows: int) -> None:
-        """Notes that so many rows were done."""
+        """Notes that `rows` further rows were done."""
         if not rows:
             return
         if self._began is None:

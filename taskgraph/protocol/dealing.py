@@ -87,7 +87,7 @@ class Ledger:
         seed: of the order, if it is shuffled.
         shuffle: each pass has an order of its own.
         overlap: the next pass opens as soon as this one has no open piece.
-        attempts: so many errors in one piece are too many.
+        attempts: how many errors in one piece are too many.
         on_error: "fail" or "set aside": what happens after too many errors.
         straggler: see rule 5; 0: no piece is dealt twice.
 
@@ -309,12 +309,12 @@ class Ledger:
 
     @property
     def open(self) -> int:
-        """Pieces of the open passes that nobody has."""
+        """Pieces of the open passes without a holder."""
         return sum(one.open for one in self._open)
 
     @property
     def open_in_pass(self) -> int:
-        """Pieces of the first open pass that nobody has."""
+        """Pieces of the first open pass without a holder."""
         return self._open[0].open if self._open else 0
 
     def next_late(self) -> float | None:

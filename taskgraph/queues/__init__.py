@@ -1,4 +1,4 @@
-"""Work queues of task graphs, and maps in an epoch: pieces go to whoever is free, and each counts once.
+"""Work queues of task graphs, and maps in an epoch: pieces go to free tasks, and each counts once.
 
     the map's processor, on each task of the user     the dealer: task 0, or the service of a named queue
       done, wants more   ────── ask ──────────────►   a `Ledger` of the epoch's pieces

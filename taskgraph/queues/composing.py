@@ -303,7 +303,7 @@ _collect.__taskgraph_internal__ = True  # type: ignore[attr-defined]  # it share
 
 
 def _nothing(epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
-    """The sync point of task 0 if nobody wants the results."""
+    """The sync point of task 0 if no task wants the results."""
 
 
 def _then(it: _Map, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs) -> None:

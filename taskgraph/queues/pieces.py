@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["KeptResults", "PieceEpoch", "Result", "error_lines", "result_of"]
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
-"""Types of values that nobody can change: they need no copy."""
+"""Types of values that cannot change: they need no copy."""
 
 
 class Result(NamedTuple):
     """The result of a piece.
 
     Attributes:
-        value: encoded, unless nobody can change it: user code may use its arrays again for the next piece.
+        value: encoded, unless it cannot change: user code may use its arrays again for the next piece.
         rows: how many rows the piece had.
         pushes: to tables; they are sent if the result counts.
     """
@@ -105,7 +105,7 @@ class KeptResults:
         self._by: dict[tuple[str, int], dict[int, Result]] = {}
 
     def of(self, tag: str, epoch: int, committed: int) -> dict[int, Result]:
-        """Returns the results of a map in an epoch, to be read and added to. Forgets what cannot be used any more.
+        """Returns the results of a map in an epoch, to be read and added to. Forgets what can no longer be used.
 
         Args:
             committed: the committed epoch. If `epoch` begins again, the state of later ones may differ.

@@ -21,7 +21,7 @@ def service_title(name: str) -> str:
 
 
 class WorkQueue:
-    """Pieces of a source, dealt to whoever is free, and counted together with their results.
+    """Pieces of a source, dealt to free tasks, and counted together with their results.
 
     Name it in the job, `tg.Job(queues={"rows": tg.WorkQueue(...)})`, and compute it with `epoch.map`. Its ledger is
     part of the job's state: after a failure it goes on from the last committed epoch.
@@ -33,7 +33,7 @@ class WorkQueue:
         shuffle: each pass has an order of its own, drawn with the job's seed.
         buffer: rows of a piece are shuffled within a buffer of this many rows; 0: they are not.
         overlap: pieces of the next pass are dealt as soon as this one has none left.
-        attempts: so many exceptions of user code in one piece are too many. A death of a node never counts.
+        attempts: how many exceptions of user code in one piece are too many. A death of a node never counts.
         on_error: "fail": too many exceptions fail the job, with `tg.PieceFailed`. "set aside": the result of the piece
             is a `tg.Failed`, and `JobResult.set_aside` has it.
         straggler: a piece that takes this many times the median is given to a second task, too; 0: never.
@@ -82,7 +82,7 @@ class WorkQueue:
         return len(self.pieces)
 
     def ledger(self, pieces: int, seed: int) -> Ledger:
-        """Returns the ledger before the first of so many pieces."""
+        """Returns the ledger of this many pieces before the first one is dealt."""
         return Ledger(pieces, seed=seed, **self._options)
 
     def service(self, name: str, tasks: int) -> Service:

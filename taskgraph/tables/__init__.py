@@ -1,6 +1,6 @@
 """Tables: parameters by row, as in a parameter server, with pushes that count once whatever dies.
 
-A table is a mapping from int64 ids to rows of numbers. A row that nobody has pushed to is made when it is
+A table is a mapping from int64 ids to rows of numbers. A row without a push is made when it is
 needed, from the table's seed and its id alone.
 
 Rules:

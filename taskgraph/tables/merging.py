@@ -59,7 +59,7 @@ def _from_list(ids: Sequence[Any], what: str) -> Any:
 def as_gradients(gradients: Any, ids: Ids, width: int, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
     """Checks the gradients of a push, and returns them as an array of the table's dtype, of shape (n, width).
 
-    Other floats are rounded to that dtype, since numpy's are float64 if nobody says otherwise.
+    Other floats are rounded to that dtype, since numpy's are float64 by default.
 
     Raises:
         TableError: another shape than (len(ids), width), or no floats.

@@ -44,7 +44,7 @@ class Optimizer:
     change: Callable[[Array, Slots, Array, float], tuple[Array, dict[str, Array]]]
 
     def first_slots(self, count: int, width: int, dtype: np.dtype[Any]) -> dict[str, Array]:
-        """Makes the slots of `count` rows that nobody has pushed to: all zero."""
+        """Makes the slots of `count` rows without a push: all zero."""
         return {
             name: np.zeros(count, np.int64) if name == "steps" else np.zeros((count, width), dtype)
             for name in self.slots

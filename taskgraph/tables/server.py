@@ -9,7 +9,7 @@ A server is asked for:
     rows        [first, count] -> some rows with their ids, by position, as of the epoch's beginning. Pure.
 
 `order` says where a push stands among all of an epoch: pushes of computes by sender, by the compute's name, then as
-they were sent; those of pieces after them, by the piece's number, whoever computed it. So no sum depends on arrival.
+they were sent; those of pieces after them, by the piece's number, not by its task. So no sum depends on arrival.
 """
 
 from __future__ import annotations

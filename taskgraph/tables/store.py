@@ -138,7 +138,7 @@ class Store:
         return place, self._ids[np.minimum(place, len(self._ids) - 1)] == ids
 
     def _gather(self, ids: Ids, names: Sequence[str]) -> dict[str, Array]:
-        """Returns copies of arrays of the rows of ids; rows that nobody has pushed to are made."""
+        """Returns copies of arrays of the rows of ids; rows without a push are made."""
         table = self.table
         place, known = self._find(ids)
         found = {name: self._layout.empty(name, len(ids)) for name in names}

@@ -1,4 +1,4 @@
-"""`run.shards`: pieces for whoever is free, each counted once in each pass, whatever dies."""
+"""`run.shards`: pieces for free workers, each counted once in each pass, whatever dies."""
 
 from __future__ import annotations
 

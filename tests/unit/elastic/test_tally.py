@@ -36,7 +36,7 @@ def test_the_last_pieces_are_shared_in_proportion() -> None:
     tally = begun(10)
     settled = rounds_of(tally, News("n1.0", wants=30), News("n2.0", wants=10), News("n3.2"))
     assert {holder: len(tickets) for holder, tickets in settled.dealt.items()} == {"n1.0": 7, "n2.0": 2}
-    assert tally.open == 1 and tally.slots == 3
+    assert tally.ledger.open == 1 and tally.slots == 3
 
 
 def test_a_lost_workers_last_results_count() -> None:
@@ -134,7 +134,7 @@ def test_an_earlier_runs_holders_are_lost() -> None:
     tally = begun(2)
     rounds_of(tally, News("n1.0", wants=2))
     again = Tally.of(tally.state(), same_run=False)
-    assert again.open == 2 and again.view == (-1, ())
+    assert again.ledger.open == 2 and again.view == (-1, ())
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_one_slow_worker_of_four_costs_little(piece_ms: int, pieces: int) -> Non
             hand = hands[each.holder]
             each.done = [(finished.ticket, 1) for finished in hand.take_finished()]
             each.back = hand.give_back(0.017) if starving else []
-            each.wants, back = hand.wants(0.017) if tally.open else (int(hand.is_idle_within(0.017)), [])
+            each.wants, back = hand.wants(0.017) if tally.ledger.open else (int(hand.is_idle_within(0.017)), [])
             each.back += back
         settled = rounds_of(tally, *news)
         starving = settled.starving

@@ -70,7 +70,7 @@ def expected(epochs: int = 12) -> Any:
 
 
 async def reaches(cluster: InProcessCluster, epoch: int, *, replicas: int = 1) -> None:
-    """Returns when an epoch is at work, and each task has so many replicas in sync."""
+    """Returns when an epoch is at work, and each task has this many replicas in sync."""
     keeper = cluster.nodes[0].keeper
     await keeper.wait_until(
         lambda view: (
