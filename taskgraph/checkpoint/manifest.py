@@ -108,6 +108,15 @@ class Manifest:
             raise CheckpointError(f"{self.name!r} is not the name of a checkpoint")
         return found
 
+    def tasks_of(self, title: str) -> range:
+        """Returns the tasks of a service; none if there is no such one."""
+        at = self.tasks - sum(self.services.values())
+        for each, count in self.services.items():
+            if each == title:
+                return range(at, at + count)
+            at += count
+        return range(0)
+
     def file_of(self, task: int) -> FileInfo | None:
         return next((info for info in self.files if info.task == task), None)
 

@@ -249,15 +249,17 @@ class Store:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
+    def listed(self) -> list[str]:
+        """Returns the names of all that the job's folder has. Raises OSError."""
+        return self._place.names(self._origin.job)
+
     def _names(self) -> list[Name]:
         """Returns the names of all checkpoints, complete or not; oldest first."""
-        return sorted(n for text in self._place.names(self._origin.job) if (n := Name.parse(text)) is not None)
+        return sorted(n for text in self.listed() if (n := Name.parse(text)) is not None)
 
     def _noted_series(self) -> list[int]:
         """Returns the series that `begin` noted."""
-        return [
-            int(found[1]) for text in self._place.names(self._origin.job) if (found := _SERIES_NOTE.fullmatch(text))
-        ]
+        return [int(found[1]) for text in self.listed() if (found := _SERIES_NOTE.fullmatch(text))]
 
     def names_of_run(self, series: int, run: str) -> list[Name]:
         """Returns the names of one run's checkpoints, complete or not; oldest first. Raises OSError."""
@@ -302,12 +304,31 @@ class Store:
             raise
         return self._check_manifest(manifest, name)
 
-    def _check_manifest(self, manifest: Manifest, name: str) -> Manifest:
-        path = f"{self._place}/{self._path(name)}"
-        manifest.check_origin(self._origin, path)
-        if manifest.name != name:
-            raise CheckpointError(f"{path} is foreign: its manifest is that of {manifest.name}")
+    def open_any(self, name: str) -> Manifest:
+        """Returns the manifest of a complete checkpoint, whichever driver wrote it; to read its files alone.
+
+        Raises:
+            MissingFile: it is not there, or not complete.
+            CheckpointError: it is torn, corrupt, of another format, or another checkpoint's.
+        """
+        try:
+            manifest = self._read_manifest(name, _FINAL)
+        except MissingFile:
+            raise MissingFile(
+                f"{self._place}/{self._path(name)} is no complete checkpoint: it has no {_FINAL}"
+            ) from None
+        self._check_name(manifest, name)
         return manifest
+
+    def _check_manifest(self, manifest: Manifest, name: str) -> Manifest:
+        manifest.check_origin(self._origin, f"{self._place}/{self._path(name)}")
+        self._check_name(manifest, name)
+        return manifest
+
+    def _check_name(self, manifest: Manifest, name: str) -> None:
+        if manifest.name != name:
+            path = f"{self._place}/{self._path(name)}"
+            raise CheckpointError(f"{path} is foreign: its manifest is that of {manifest.name}")
 
     def _read_manifest(self, name: str, which: str) -> Manifest:
         path = self._path(name, which)

@@ -1,4 +1,4 @@
-"""Lists the arrays of an encoded value by name, without decoding it: no user code runs, nothing is copied."""
+"""Reads an encoded value without the types of users: no user code runs. `outline` lists its arrays by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from taskgraph.graph.orders import forward_axes
 from taskgraph.graph.values import value_end
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["NamedArray", "outline"]
+__all__ = ["NamedArray", "decode_untyped", "outline"]
 
 _INT_BITS: Final = 256
 """A key that is a larger integer is named by its position: Python refuses to write thousands of digits."""
@@ -48,6 +48,17 @@ def outline(encoded: Encoded) -> list[NamedArray]:
     return list(_walk(tree, ()))
 
 
+def decode_untyped(encoded: Encoded) -> Any:
+    """Decodes a value whose types need not be declared here: what has a codec or is a message becomes a stub.
+
+    Its arrays are read-only views on the encoded bytes.
+
+    Raises:
+        DecodeError: the bytes are not a value.
+    """
+    return _Untyped(encoded, value_end(encoded.meta), frozenset(), None, False).read()
+
+
 @dataclass(eq=False, slots=True)
 class _ArrayStub:
     """Replaces an array in the outline of a value."""
@@ -66,11 +77,32 @@ class _MessageStub:
     fields: dict[str, Any]
 
 
-class _Outline(Reader):
-    """Decodes a value with stubs in place of arrays and messages, and without codecs."""
+class _Untyped(Reader):
+    """Decodes a value with stubs in place of messages, and without codecs."""
 
     __slots__ = ()
     extensions: ClassVar = dict(Reader.extensions)
+
+    def _payload_tree(self, payload: memoryview) -> Any:
+        """Decodes what stands behind the name of a codec or a message, without calling the codec or the class."""
+        return read_tree(memoryview(layout.read_name_and_payload(payload)[1]))
+
+    def _message_stub(self, payload: memoryview) -> Any:
+        fields = self._payload_tree(payload)
+        return _MessageStub(fields if type(fields) is dict else {})
+
+
+_Untyped.extensions |= {
+    layout.MESSAGE_EXT: _Untyped._message_stub,
+    layout.CODEC_EXT: _Untyped._payload_tree,
+    layout.PROTOBUF_EXT: _Untyped._payload_tree,
+}
+
+
+class _Outline(_Untyped):
+    """Decodes a value with stubs in place of arrays, too."""
+
+    __slots__ = ()
 
     def _make_array(
         self, data: Any, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int, number: int
@@ -82,21 +114,6 @@ class _Outline(Reader):
     def _restore_order(self, array: Any, order: bytes) -> Any:
         array.order = order
         return array
-
-    def _payload_tree(self, payload: memoryview) -> Any:
-        """Decodes what stands behind the name of a codec or a message, without calling the codec or the class."""
-        return read_tree(memoryview(layout.read_name_and_payload(payload)[1]))
-
-    def _message_stub(self, payload: memoryview) -> Any:
-        fields = self._payload_tree(payload)
-        return _MessageStub(fields if type(fields) is dict else {})
-
-
-_Outline.extensions |= {
-    layout.MESSAGE_EXT: _Outline._message_stub,
-    layout.CODEC_EXT: _Outline._payload_tree,
-    layout.PROTOBUF_EXT: _Outline._payload_tree,
-}
 
 
 def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[NamedArray]:

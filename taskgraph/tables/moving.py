@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from taskgraph.tables.layout import Layout
-from taskgraph.tables.options import TableOptions
-from taskgraph.tables.store import Store, select
+from taskgraph.tables.store import Store, select, store_of
 
 __all__ = ["moved"]
 
@@ -20,11 +18,9 @@ def moved(states: Sequence[dict[str, Any]], servers: int) -> list[dict[str, Any]
     Args:
         states: the snapshots of all servers of a table, in order.
     """
-    width, dtype, optimizer = states[0]["table"]
-    table = TableOptions(width, dtype=dtype, optimizer=optimizer)
-    layout = Layout.of(table)
-    live = [Store(table, segments=map(layout.unpack, state["blocks"])).live() for state in states]
-    whole = {name: np.concatenate([part[name] for part in live]) for name in layout.fields}
+    stores = [store_of(state) for state in states]
+    table, live = stores[0].table, [store.live() for store in stores]
+    whole = {name: np.concatenate([part[name] for part in live]) for name in live[0]}
     found = []
     for server in range(servers):
         mine = select(whole, server, servers)

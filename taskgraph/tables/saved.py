@@ -1,6 +1,7 @@
 """Tables as Parquet files: column `id`, and a column for each number of a row, `0`, `1`, ... Ids ascend.
 
-So any tool reads them, without taskgraph: `pandas.read_parquet(url)`, `polars.read_parquet(url)`.
+So any tool reads them, without taskgraph: `pandas.read_parquet(url)`, `polars.read_parquet(url)`. `read_table` also
+reads tables of a job's own checkpoints.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.checkpoint.manifest import Name
 from taskgraph.checkpoint.places import Place, open_place
 from taskgraph.errors import JobError, TableError
+from taskgraph.tables.checkpointed import checkpointed_rows
 from taskgraph.tables.rows import Ids
 
 if TYPE_CHECKING:
@@ -49,33 +52,55 @@ def write_table(url: str, ids: Ids, rows: NDArray[Any]) -> None:
     place.write(name, [whole.getbuffer()])
 
 
-def read_table(url: str) -> DataFrame:
-    """Reads a table that `table.save(url)` wrote. Needs pandas, and the extra `parquet`.
+def read_table(url: str, name: str | None = None) -> DataFrame:
+    """Reads a table: a file that `table.save(url)` wrote, or, by its name, one of a job's own checkpoint. Needs pandas.
 
     Args:
-        url: as it was given to `save`.
+        url: the file, as it was given to `save`; it needs the extra `parquet`. With a name: the folder of a job in the
+            place of its checkpoints, of which the newest complete one is read, or the folder of one of them.
+        name: of the table. None: `url` is a file.
 
     Returns:
         A DataFrame with the ids as its index, ascending, and columns 0 to width - 1, of the table's dtype. It has the
-        rows that somebody had pushed to.
+        rows that somebody had pushed to, without the optimizer's slots.
 
     Raises:
-        TableError: there is no such file, or it is no saved table; pandas or pyarrow is not installed.
+        TableError: there is no such file or table, or it is no saved table; pandas or pyarrow is not installed.
+        CheckpointError: there is no complete checkpoint, or it is damaged, or another version of taskgraph wrote it.
     """
-    place, name = _place(url, "read_table")
+    if name is not None:
+        return _of_job(url, name)
+    place, file = _place(url, "read_table")
     arrow = _arrow("read_table")
     try:
-        found = arrow.parquet.read_table(arrow.BufferReader(place.read(name, _LARGEST_BYTES)))
+        found = arrow.parquet.read_table(arrow.BufferReader(place.read(file, _LARGEST_BYTES)))
         frame = found.to_pandas()
     except ImportError:
         raise TableError("read_table needs pandas: pip install pandas") from None
     except (OSError, arrow.ArrowException) as error:
-        raise TableError(f"read_table({url!r}): it cannot be read: {error}") from None
+        raise TableError(
+            f"read_table({url!r}): it cannot be read: {error}. If it is a job's checkpoint, say which table of it: "
+            f"read_table({url!r}, name)"
+        ) from None
     if list(frame.columns) != ["id", *map(str, range(frame.shape[1] - 1))]:
         raise TableError(f"read_table({url!r}): it is no table that save(url) wrote: use pandas.read_parquet(url)")
     frame = frame.set_index("id")
     frame.columns = range(frame.shape[1])
     return frame
+
+
+def _of_job(url: str, name: str) -> DataFrame:
+    """Reads a table of a job's own checkpoint."""
+    try:
+        from pandas import DataFrame, Index
+    except ImportError:
+        raise TableError("read_table needs pandas: pip install pandas") from None
+    folder, _, last = _whole(url, "read_table", "a job's folder").rstrip("/").rpartition("/")
+    which = Name.parse(last)
+    if which is not None:
+        folder, _, last = folder.rpartition("/")
+    ids, rows = checkpointed_rows(_open(folder, f"read_table({url!r})"), last, which, name)
+    return DataFrame(rows, index=Index(ids, name="id"))
 
 
 def check_saving(url: str) -> None:
@@ -86,19 +111,29 @@ def check_saving(url: str) -> None:
 
 def _place(url: str, call: str) -> tuple[Place, str]:
     """Returns the folder that a file is in, and the file's name."""
+    folder, _, name = _whole(url, call, "a file").rpartition("/")
+    if not name:
+        raise TableError(f"{call}({url!r}): must be the path or the URL of a file, not of a folder")
+    return _open(folder, f"{call}({url!r})"), name
+
+
+def _whole(url: str, call: str, what: str) -> str:
+    """Returns the URL, or the whole path."""
     try:
         path = os.fspath(url)
     except TypeError:
         path = ""
-    if not isinstance(path, str) or not path or path.endswith("/"):
-        raise TableError(f"{call}({url!r}): must be the path or the URL of a file")
-    whole = path if "://" in path else os.path.abspath(path)
-    folder, _, name = whole.rpartition("/")
+    if not isinstance(path, str) or not path:
+        raise TableError(f"{call}({url!r}): must be the path or the URL of {what}")
+    return path if path.startswith("file:") or "://" in path else os.path.join(os.getcwd(), path)
+
+
+def _open(folder: str, call: str) -> Place:
     try:
-        return open_place(folder or "/"), name
+        return open_place(folder or "/")
     except JobError as error:
         _, _, why = str(error).partition("): ")
-        raise TableError(f"{call}({url!r}): {why}") from None
+        raise TableError(f"{call}: {why}") from None
 
 
 def _arrow(call: str) -> Any:

@@ -28,7 +28,7 @@ from taskgraph.tables.merging import server_of, summed
 from taskgraph.tables.options import TableOptions
 from taskgraph.tables.rows import Ids
 
-__all__ = ["Segment", "Store", "select"]
+__all__ = ["Segment", "Store", "select", "store_of"]
 
 Array = NDArray[Any]
 Segment = Mapping[str, Array]
@@ -200,3 +200,14 @@ def select(segment: Segment, server: int, servers: int) -> Segment:
     """Returns the rows of a segment that belong to one of the servers."""
     mine = server_of(segment["ids"], servers) == server
     return {name: array[mine] for name, array in segment.items()}
+
+
+def store_of(captured: Mapping[str, Any]) -> Store:
+    """Returns the rows that somebody has pushed to, of whichever table: those that a snapshot of a server has.
+
+    Args:
+        captured: "table": `TableOptions.stored`; "blocks": `Store.blocks`.
+    """
+    width, dtype, optimizer = captured["table"]
+    table = TableOptions(width, dtype=dtype, optimizer=optimizer)
+    return Store(table, segments=map(Layout.of(table).unpack, captured["blocks"]))
