@@ -128,7 +128,7 @@ class Inputs:
 
     def _decode(self, encoded: Encoded) -> Any:
         value = decode(encoded, device=self._work.device)
-        if encoded.buffers and (type(value) is _ndarray or _is_view(encoded, value)):
+        if encoded.buffers and (type(value) is _ndarray or _shares_device_memory(encoded, value)):
             given = self.given
             if given is None:
                 self.given = given = {}
@@ -155,7 +155,7 @@ class Inputs:
         return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
 
 
-def _is_view(encoded: Encoded, value: object) -> bool:
+def _shares_device_memory(encoded: Encoded, value: object) -> bool:
     """True if a decoded value is an array on a device that shares the producer's memory."""
     return type(encoded) is EncodedOnDevice and device_of(value) is not None
 

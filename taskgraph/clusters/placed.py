@@ -125,7 +125,7 @@ def find_placed(job: str | None) -> Placed | None:
 
 
 def placed_names() -> list[str]:
-    """Returns the jobs that were submitted with `--on` here."""
+    """Returns the jobs that this host submitted with `--on`, also ended ones until they are forgotten."""
     return sorted(path.stem for path in _folder().glob("*.json"))
 
 

@@ -254,7 +254,10 @@ async def _values_text(reached: FoundJob) -> str:
 
 
 async def _left_text(how: str, reached: FoundJob, follower: Follower) -> str:
-    """Says that the nodes started here have ended, and what this means for the job."""
+    """Returns the line for the end of the nodes started here; `how`: "have left".
+
+    If no other node lives, it adds what is lost: the state of a job, or the values of a finished one.
+    """
     text = f"the nodes started here {how}"
     async with if_etcd_answers(_LAST_LOOK_S):
         await follower.keeper.load()

@@ -103,7 +103,7 @@ def _write(path: Path, reached: FoundJob, tracer: Tracer, began_ns: int) -> dict
             for part in sorted(tracer.nodes.values(), key=lambda part: part.record.name):
                 if (about := _about(part)) is not None:
                     spans = out.node(
-                        part.record.name, _labels(part, about), round(about["clock_offset_us"] * 1000), part.spans()
+                        part.record.name, _label(part, about), round(about["clock_offset_us"] * 1000), part.spans()
                     )
                     nodes.append({**about, "spans": spans})
             last = min(out.last, tracer.until - 1)
@@ -161,8 +161,8 @@ def _about(part: NodeTrace) -> dict[str, Any] | None:
     }
 
 
-def _labels(part: NodeTrace, about: dict[str, Any]) -> str:
-    """Returns what a viewer shows beside a node's name."""
+def _label(part: NodeTrace, about: dict[str, Any]) -> str:
+    """Returns the text beside a node's name in a viewer: host, process, offset of its clock, what the trace lacks."""
     words = [f"{part.record.host}, process {part.record.pid}"]
     if not about["shares_our_clock"]:
         words.append(f"clock {about['clock_offset_us']:+.1f} us within {about['clock_within_us']:.1f} us")

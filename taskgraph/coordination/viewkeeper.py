@@ -158,9 +158,9 @@ class ViewKeeper:
             self._notify_timer = None
 
     async def run_with_listings(self, *prefixes: str) -> None:
-        """Keeps the view like `run`, but lists again only after a change under one of the prefixes.
+        """Watches these prefixes only, in place of `run`. After a change there it lists the whole job again.
 
-        `epoch` is as old as the last listing.
+        All other keys, `epoch` too, are as old as the last listing.
         """
         try:
             async with asyncio.TaskGroup() as group:

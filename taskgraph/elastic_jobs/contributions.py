@@ -28,7 +28,7 @@ from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.outbox import Outboxes
-    from taskgraph.elastic_jobs.together import Together
+    from taskgraph.elastic_jobs.together import GroupSums
     from taskgraph.node.core import NodeCore
 
 __all__ = ["Contributions"]
@@ -43,7 +43,7 @@ class Contributions:
     """
 
     def __init__(
-        self, node: NodeCore, core: Worker, outboxes: Outboxes, together: Together | None, changed: Callable[[], None]
+        self, node: NodeCore, core: Worker, outboxes: Outboxes, together: GroupSums | None, changed: Callable[[], None]
     ) -> None:
         self._node = node
         self._core = core
@@ -156,7 +156,7 @@ class Contributions:
             received = {span: sums for span, sums in there.items() if span not in own}
             self._slices.begin(action, own, received, whole)
 
-    async def _sum_by(self, together: Together, action: SumTogether, whole: Sums) -> None:
+    async def _sum_by(self, together: GroupSums, action: SumTogether, whole: Sums) -> None:
         mine = [self._own[span].arrays for span in sorted(self._own)]
         arrays = await together.sum(action.view, Sums.zeros(whole.layout).arrays, mine)
         if arrays is not None and action.view == self._core.number:

@@ -28,7 +28,7 @@ from taskgraph.protocol.messages import Call, FirstPart, GroupKey, HoldsTotals, 
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
-    from taskgraph.elastic_jobs.together import Together
+    from taskgraph.elastic_jobs.together import GroupSums
     from taskgraph.elastic_jobs.tracing import WorkerTrace
     from taskgraph.node.core import NodeCore
     from taskgraph.observe.queues import QueueStatus
@@ -82,7 +82,7 @@ class Engine:
         stable: Callable[[int], None],
         differ: Callable[[int, tuple[str, ...]], None],
         excluded: Callable[[], None],
-        together: Together | None = None,
+        together: GroupSums | None = None,
     ) -> None:
         self._node = node
         self._trace = trace

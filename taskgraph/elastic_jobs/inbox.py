@@ -27,7 +27,7 @@ from taskgraph.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from taskgraph.elastic_jobs.together import Together
+    from taskgraph.elastic_jobs.together import GroupSums
 
 __all__ = ["Inbox"]
 
@@ -46,7 +46,7 @@ class Inbox:
         self,
         core: Worker,
         contributions: Contributions,
-        together: Together | None,
+        together: GroupSums | None,
         hold: Callable[[int, Total], None],
     ) -> None:
         self._core = core

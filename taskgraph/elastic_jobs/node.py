@@ -21,7 +21,7 @@ from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.run import Run
 from taskgraph.elastic_jobs.serving import Serving
 from taskgraph.elastic_jobs.silence import Silence
-from taskgraph.elastic_jobs.together import Together
+from taskgraph.elastic_jobs.together import GroupSums
 from taskgraph.elastic_jobs.tracing import WorkerTrace
 from taskgraph.elastic_jobs.usercall import Stopped, UserCall
 from taskgraph.elastic_jobs.values import Values
@@ -70,7 +70,7 @@ class ElasticNode(WorkerNode):
         self.views = ViewChanger(self, self.differences, self.checkpoints, self._renewed_in)
         self.reports = StableReports(self._report_counts)
         self.values = Values(self)
-        self._together: Together | None = None
+        self._together: GroupSums | None = None
         self.lineage = 0
         self._begin_anew()
         self._drains = False  # some node of the job drains
@@ -121,13 +121,13 @@ class ElasticNode(WorkerNode):
         self.events.emit("behind", f"{text}. It copies the state again")
         self.begin_anew()
 
-    def _made_together(self) -> Together | None:
+    def _made_together(self) -> GroupSums | None:
         """Makes what sums by the job's communicator, in a process of its own."""
         elastic = self.job.elastic
         if elastic is None or not elastic.communicator or not self.own_process:
             return None
         name = elastic.communicator
-        return Together(self, name, fail=self.fail_by, send=self._send_key, changed=self.look_again)
+        return GroupSums(self, name, fail=self.fail_by, send=self._send_key, changed=self.look_again)
 
     def _send_key(self, view: int, key: str, value: bytes) -> None:
         self.engine.send_key(view, key, value)

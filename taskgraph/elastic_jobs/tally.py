@@ -39,12 +39,12 @@ def share_of_round(bound: int, index: int, workers: int, position: int) -> int:
 
 
 def holder_of(worker: str, since: int) -> str:
-    """Returns the holder that a worker is, which entered by the view of this number."""
+    """Returns the name under which a worker holds pieces: `n2.7` if it entered by view 7."""
     return f"{worker}.{since}"
 
 
 def worker_of(holder: str) -> str:
-    """Returns the name of the worker that a holder is."""
+    """Returns the worker of such a name."""
     return holder.rpartition(".")[0]
 
 

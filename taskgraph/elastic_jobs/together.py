@@ -26,7 +26,7 @@ from taskgraph.protocol.reach import tcp_address
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
 
-__all__ = ["GroupClosed", "Together"]
+__all__ = ["GroupClosed", "GroupSums"]
 
 _RENEW_AFTER_S: Final = 1.0
 """How long after a failed operation a view without a lost worker may come, before the same workers try again."""
@@ -159,7 +159,7 @@ def _settle(result: Result, found: list[NDArray[Any]] | Exception) -> None:
         pass  # the group was closed meanwhile
 
 
-class Together:
+class GroupSums:
     """Sums what the workers of a view contributed, with one process group for each view.
 
     Args:

@@ -44,7 +44,12 @@ def size_bytes(found: Sequence[TaskResult]) -> int:
 def assemble(
     name: str, found: Sequence[TaskResult], primaries: Iterable[Versioned[PrimaryRecord]], wall_s: float
 ) -> JobResult:
-    """Makes the job's result from the complete results of its tasks."""
+    """Makes the `JobResult`: merges the reports of all tasks, and keeps their values.
+
+    Args:
+        found: the results of all tasks, of one epoch and attempt (`complete`).
+        primaries: the last ones; they count the failovers.
+    """
     log, last = ReportLog(), dict[int, PlainRows]()
     for part in found:
         if part.log:

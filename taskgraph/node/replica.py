@@ -126,7 +126,11 @@ class Replica:
         self._lineage = 0
 
     def follow(self, record: EpochRecord) -> None:
-        """Follows the job's `epoch` record: frees boundaries that a roll-back undid, or that a commit replaced."""
+        """Takes in one `epoch` record.
+
+        A roll-back drops the boundaries of earlier attempts, and reports from its epoch on. A commit frees the
+        boundaries before it, and keeps their reports.
+        """
         if record.lineage > self._lineage:
             self._lineage = record.lineage
             self.boundaries.roll_back(record.lineage)

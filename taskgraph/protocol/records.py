@@ -198,13 +198,13 @@ OUT_OF_MEMORY: Final = "as memory was used up"
 
 
 class GoneRecord(Record, frozen=True, kw_only=True):
-    """The value of `gone/{node}`: the launcher saw the process end, or the node was absent for too long.
+    """The value of `gone/{node}`: its launcher saw the process end, others missed it for too long, or it wrote this.
 
     Attributes:
         running_code: the user code that was running when the process ended, if its launcher knows.
         at: the line of Python at which the process crashed (`FILE, line N`); "": unknown.
         intended: a command ended the process, so its code is not to blame.
-        task, epoch: the process ended after an error of a CUDA device in this code; None: another reason.
+        task, epoch: whose code met the error of a CUDA device for which the node ended; None: another reason.
     """
 
     reason: str

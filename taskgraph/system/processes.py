@@ -157,7 +157,10 @@ async def reap_session(number: int) -> None:
 
 
 def _kill_and_reap(pid: int) -> None:
-    """Kills a child, and reaps it if it has ended. Call it until there is no such child."""
+    """Kills a child without waiting for its end, and reaps it if it has ended.
+
+    Call it again as long as the system lists the child.
+    """
     with contextlib.suppress(ProcessLookupError):  # other code has waited for it
         os.kill(pid, signal.SIGKILL)
     _reap(pid)
@@ -212,7 +215,7 @@ _adopted_before = 0
 
 
 def can_adopt() -> bool:
-    """Says whether a process can adopt the orphans of its children here, and wait for any process."""
+    """Returns True if this system supports `adopting` and `AdoptedChild`: subreapers and pidfds, on Linux."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     try:

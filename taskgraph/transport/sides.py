@@ -251,9 +251,9 @@ class DialledSession(Session):
             self._outbox.send(Kind.RETURN_ON_DEVICE, header=numbers)
 
     def trim(self) -> None:
-        self._drop(self._devices.trim())
+        self._close_in_thread(self._devices.trim())
 
-    def _drop(self, opened: list[OpenMemory]) -> None:
+    def _close_in_thread(self, opened: list[OpenMemory]) -> None:
         if opened:
             self._owner.in_thread_soon(opened.clear)
 
@@ -271,7 +271,7 @@ class DialledSession(Session):
         self._pending.pop(call).settle(message)
 
     def _release(self) -> None:
-        self._drop(self._devices.end())
+        self._close_in_thread(self._devices.end())
         waiting, self._pending = self._pending, {}
         for pending in waiting.values():
             pending.fail(PeerLost(f"node {self.peer}: {self.why}"))

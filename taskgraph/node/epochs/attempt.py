@@ -53,7 +53,7 @@ _REASON_CHARS = 200
 
 
 class Attempt:
-    """The attempt at work of one task; implements `taskgraph.epoch.Work` for user code.
+    """One attempt of one epoch, on one task; implements `taskgraph.epoch.Work` for user code.
 
     Args:
         group: for asyncio tasks of the attempt; an error in one ends all of them.

@@ -437,7 +437,7 @@ class Lanes:
         at = self._keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         finished.since = attempt.traced and clock()
-        if shared and not admit_wait_s and backups.settled:
+        if shared and not admit_wait_s and backups.all_in_sync:
             if finished.since and any(other.since for other in self.awaiting_acks.pending):
                 finished.since = 0  # the trace shows one of those that wait together
             self.awaiting_acks.add(finished)

@@ -79,8 +79,8 @@ class Backups:
         return self._blocked[min(waits)]() if waits else ""
 
     @property
-    def settled(self) -> bool:
-        """True if no admission or eviction is under way: all other nodes are members."""
+    def all_in_sync(self) -> bool:
+        """True if all other nodes are members, at least `min_in_sync` with this one: no node is entering or leaving."""
         members = len(self._idle_peers())
         return self._insync.all_members(members) and 1 + members >= self._node.settings.min_in_sync
 

@@ -626,7 +626,7 @@ class Primary:
             except Refused as refused:
                 if refused.reason == Reason.NOT_OFFERED:
                     raise
-                again = await self._again(stamp, refused, what)
+                again = await self._wait_for_memory(stamp, refused, what)
                 if not again:
                     self._refused(stamp, refused, f"{lost}: {refused}")
                     await asyncio.Event().wait()  # until the restart cancels this attempt
@@ -635,11 +635,10 @@ class Primary:
                     self._memory_waits.pop((stamp, what), None)
                 return reply
 
-    async def _again(self, stamp: Stamp, refused: Refused, what: str) -> bool:
-        """Decides whether a refused call is repeated in the same attempt, after a pause.
+    async def _wait_for_memory(self, stamp: Stamp, refused: Refused, what: str) -> bool:
+        """Returns True, after a pause, if the same attempt is to repeat a refused call; False: the epoch restarts.
 
-        Only a lack of memory is a reason, and only after an earlier restart did not free enough. The time limit doubles
-        with each attempt.
+        Only memory is waited for: for 0 s in the first attempt that lacks it, then for 1 s, 2 s, 4 s.
         """
         if refused.reason != Reason.NO_MEMORY:
             return False

@@ -22,13 +22,13 @@ from taskgraph.protocol.elastic.flush import Outcome, deal_all
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
 
-__all__ = ["NOT_DEALT", "Dealt", "Exchange"]
+__all__ = ["NOTHING_DUE", "DueParts", "Exchange"]
 
 _FEWEST_OWNERS = 3
 """Two workers send each other all sums: slices would be as many bytes, and one message later."""
 
 
-class Dealt(NamedTuple):
+class DueParts(NamedTuple):
     """Which parts of the position at work the contributions of each worker have to cover.
 
     Attributes:
@@ -40,7 +40,7 @@ class Dealt(NamedTuple):
     due: Mapping[str, frozenset[int]]
 
     @classmethod
-    def of(cls, view: View, parts: int, outcome: Outcome | None = None) -> Dealt:
+    def of(cls, view: View, parts: int, outcome: Outcome | None = None) -> DueParts:
         """Deals the parts of a position.
 
         Args:
@@ -60,7 +60,7 @@ class Dealt(NamedTuple):
         return owners if len(owners) >= _FEWEST_OWNERS else ()
 
 
-NOT_DEALT = Dealt(-1, {})
+NOTHING_DUE = DueParts(-1, {})
 
 
 class Exchange:
@@ -83,8 +83,8 @@ class Exchange:
         self.outvoted: tuple[str, ...] = ()
         self.large = self.apart = self.summing = self.summed = False
 
-    def stop(self) -> set[Span]:
-        """Ends the exchange of a view. Returns the spans whose sums this worker has received."""
+    def end_view(self) -> set[Span]:
+        """Ends the exchange in this view. Returns the spans whose sums this worker has received."""
         whole = set[Span]() if self.apart else {span for spans in self.received.values() for span in spans}
         self.received, self.tags, self.outvoted = {}, {}, ()
         self.apart = self.summing = self.summed = False
@@ -106,7 +106,7 @@ class Exchange:
         return spans is not None and due[worker].issubset({part for span in spans for part in span.parts})
 
     def decide(
-        self, view: View, position: int, dealt: Dealt, tag: bytes, *, together: bool
+        self, view: View, position: int, dealt: DueParts, tag: bytes, *, together: bool
     ) -> Complete | SumTogether | Differ | None:
         """Returns what follows from the contributions; None: nothing yet.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from taskgraph.protocol.elastic.actions import Drop, Merge
-from taskgraph.protocol.elastic.exchange import NOT_DEALT, Dealt, Exchange
+from taskgraph.protocol.elastic.exchange import NOTHING_DUE, DueParts, Exchange
 from taskgraph.protocol.elastic.flush import Outcome
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
 from taskgraph.protocol.elastic.views import View
@@ -57,7 +57,7 @@ class Round:
         self.tag = b""
         self.own: set[Span] = set()
         self.begun: set[int] = set()
-        self.dealt = self.foreseen = NOT_DEALT
+        self.dealt = self.foreseen = NOTHING_DUE
         self.waiting: list[int] = []
         self.targets: tuple[Span, ...] = ()
         self.exchange = Exchange()
@@ -69,10 +69,10 @@ class Round:
 
     # -- a change of the view ---------------------------------------------------------------------
 
-    def stop(self) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+    def end_view(self) -> tuple[tuple[Span, ...], tuple[int, ...]]:
         """Ends the exchange of a view. Returns the spans held, and the parts begun that are not among them."""
-        self.own.update(self.exchange.stop())
-        self.dealt = self.foreseen = NOT_DEALT
+        self.own.update(self.exchange.end_view())
+        self.dealt = self.foreseen = NOTHING_DUE
         self.waiting, self.targets = [], ()
         return tuple(sorted(self.own)), tuple(sorted(self.begun - self._held()))
 
@@ -99,7 +99,7 @@ class Round:
         worker; 0: there are none."""
         if self.parts:
             return 0, ()
-        self.foreseen = Dealt.of(view, self.parts_before)
+        self.foreseen = DueParts.of(view, self.parts_before)
         self.ahead, mine = self.parts_before, tuple(sorted(self.foreseen.due[self._me]))
         self.begun.update(mine)
         return self.ahead, mine
@@ -116,7 +116,7 @@ class Round:
         Args:
             outcome: of the view's flush, if the flush ended at this position.
         """
-        self.dealt = Dealt.of(view, self.parts, outcome)
+        self.dealt = DueParts.of(view, self.parts, outcome)
         mine = self.due[self._me]
         self.targets = cover(mine, self.parts)
         self.waiting = sorted(mine - self._held() - self.begun)

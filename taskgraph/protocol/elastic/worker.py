@@ -36,7 +36,7 @@ from taskgraph.protocol.elastic.actions import (
     SendReport,
     Stable,
 )
-from taskgraph.protocol.elastic.exchange import Dealt
+from taskgraph.protocol.elastic.exchange import DueParts
 from taskgraph.protocol.elastic.flush import Outcome, Report, settle
 from taskgraph.protocol.elastic.round import Round
 from taskgraph.protocol.elastic.stability import Stability
@@ -123,7 +123,7 @@ class Worker:
         return tuple(w for w in due if w != self._me and not exchange.covered(w, due))
 
     @property
-    def dealt(self) -> Dealt:
+    def dealt(self) -> DueParts:
         """The parts of the position at work, as they are dealt in this view, or will be. May be read in any thread."""
         known = self._round
         return known.dealt if known.dealt.due else known.foreseen
@@ -152,7 +152,7 @@ class Worker:
                 self._actions.append(Outside())
             return
         self.phase = Phase.FLUSHING
-        held, begun = self._round.stop()
+        held, begun = self._round.end_view()
         self._reports, self._outcome, self._early = {}, None, []
         self._stability.begin_view()
         report = Report(self.position, self.whole, held, begun)

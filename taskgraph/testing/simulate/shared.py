@@ -81,7 +81,7 @@ class Sharing:
         return bool(found) and f"task {task}," in f"task {rest.partition(', after')[0]},".replace(" and ", ", ")
 
     def check_commit(self, epoch: int) -> None:
-        """Checks that an epoch in which the number differs does not commit."""
+        """Raises Violation if this epoch, which has committed, is that of `stray`: one task had other shared state."""
         if self.stray is not None and self.stray[1] == epoch:
             raise Violation(f"epoch {epoch} committed, in which task {self.stray[0]} has other shared state")
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from taskgraph.elastic_jobs.together import GroupClosed, Together, _Group
+from taskgraph.elastic_jobs.together import GroupClosed, GroupSums, _Group
 from taskgraph.errors import JobError
 from taskgraph.protocol.elastic.views import Entry, View
 
@@ -98,7 +98,7 @@ async def test_key_that_comes_before_the_group_is_kept() -> None:
         raise error
 
     node: Any = SimpleNamespace(id="n1", transport=SimpleNamespace(endpoints=()))
-    together = Together(node, "gloo", fail=fail, send=lambda *_: None, changed=lambda: None)
+    together = GroupSums(node, "gloo", fail=fail, send=lambda *_: None, changed=lambda: None)
     assert not together.put_key(0, "0", b"address")
     together.follow(View(0, 0, (Entry("n1", 0), Entry("n2", 0))))
     assert together.put_key(0, "0", b"address")

@@ -103,7 +103,7 @@ class Checks:
 
         node._begin_anew = begun_anew  # type: ignore[method-assign]
         self._watch_engine(node, node.engine)
-        self._watch_reports(node)
+        self._check_reports(node)
 
     def _watch_engine(self, node: ElasticNode, engine: Engine) -> None:
         hold, stable = engine.totals.hold, engine._stable
@@ -120,8 +120,8 @@ class Checks:
         engine.totals.hold = held  # type: ignore[method-assign]
         engine._stable = told_stable
 
-    def _watch_reports(self, node: ElasticNode) -> None:
-        """Learns of each report that counts."""
+    def _check_reports(self, node: ElasticNode) -> None:
+        """Checks each report of a node: it rests on no total other than one given out before (E3)."""
         reports = node.reports
         add, note_stable = reports.add, reports.note_stable
 
