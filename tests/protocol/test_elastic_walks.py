@@ -226,7 +226,7 @@ def holds_sums_that_were_not_sent(patch: pytest.MonkeyPatch) -> None:
         self.apart = False
         return _stop(self)
 
-    patch.setattr(Exchange, "stop", stop)
+    patch.setattr(Exchange, "end_view", stop)
 
 
 def sum_of_some_workers_counts(patch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def sum_of_some_workers_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(World, "operation", operation)
 
 
-_stop = Exchange.stop
+_stop = Exchange.end_view
 
 
 def slice_of_an_old_view_is_added(patch: pytest.MonkeyPatch) -> None:

@@ -258,7 +258,7 @@ def slices_count_as_whole_sums(patch: pytest.MonkeyPatch) -> None:
         self.apart = False
         return stopped(self)
 
-    _changed(patch, Exchange, "stop", stop)
+    _changed(patch, Exchange, "end_view", stop)
 
 
 @plant
