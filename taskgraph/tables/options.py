@@ -37,7 +37,8 @@ class TableOptions:
         optimizer: "sgd", "momentum" (0.9), "adagrad" or "adam" (0.9, 0.999), with the defaults of PyTorch.
         lr: the learning rate at the beginning.
         dtype: "float32" or "float64", of rows and gradients.
-        staleness: 0: a pull gives the rows as of the epoch's beginning. k: it lacks at most the last k pieces counted.
+        staleness: 0: a pull gives the rows as of the epoch's beginning. k: it lacks at most the last k pieces counted,
+            and those at work.
         servers: over how many tasks the rows are spread; None: as many as the job has tasks, but 4 at most.
         backups: replicas of each server beside its primary. All tasks of a job have the same number, so the job's
             `backups` grows to it. None: as many as the job has. (In an elastic job each worker has all rows.)

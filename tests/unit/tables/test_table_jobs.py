@@ -150,9 +150,33 @@ def test_pull_sees_pushes_of_its_epoch_with_staleness_only(staleness: int, seen:
     assert [report.numbers["seen"] for report in found.reports] == [seen] * 3
 
 
-def test_too_little_staleness_is_refused() -> None:
-    with pytest.raises(tg.TableError, match="staleness is 2 at least"):
-        counting(staleness=1)
+class Told(tg.Task):
+    """Task 0 pushes, and then asks the others what they pull."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.flag(0)
+
+    def on_flag(self, epoch: tg.Epoch, sender: int, meta: None) -> None:
+        table = epoch.table("counts")
+        for _ in range(5):
+            table.push(np.arange(20), np.ones((20, 1), np.float32))
+            seen = [epoch.request(task, "look", None).wait() for task in (1, 2)]
+            assert seen == [table.pull([7])[0, 0]] * 2
+        epoch.report(seen=seen[0])
+
+    @tg.handles("look")
+    def look(self, epoch: tg.Epoch, sender: int, payload: None) -> float:
+        rows = epoch.table("counts").pull(np.arange(20))
+        assert (rows == rows[0]).all()
+        return float(rows[0, 0])
+
+
+@pytest.mark.parametrize("kills", [{}, pytest.param({(4, 1): "processor", (0, 1): "done"}, marks=pytest.mark.slow)])
+def test_with_staleness_a_pull_has_every_push_that_has_returned(kills: dict[tuple[int, int], str]) -> None:
+    table = tg.Table(1, init="zeros", lr=-1.0, servers=2, staleness=1)
+    found = tg.testing.run(tg.Job(tasks=3, epochs=3, builder=Told, tables={"counts": table}), kills=kills)
+    assert [report.numbers["seen"] for report in found.reports] == [5, 10, 15]
 
 
 class Rated(tg.Task):
