@@ -41,7 +41,7 @@ class Ratings(NamedTuple):
 
 
 def tables(servers: int | None = None) -> dict[str, tg.Table]:
-    """Both tables know how many rows they have, so that `pull()` without ids gives all of them."""
+    """Both tables know how many rows they have: any other id is an error."""
     users = tg.Table(RANK, rows=USERS, scale=0.3, optimizer="adagrad", lr=LR, servers=servers)
     items = tg.Table(RANK, rows=ITEMS, scale=0.3, optimizer="adagrad", lr=LR, servers=servers)
     return {"users": users, "items": items}
@@ -68,14 +68,17 @@ def gradients(user: Floats, item: Floats, given: Floats) -> tuple[Floats, Floats
     return wrong * item + np.float32(DECAY) * user, wrong * user + np.float32(DECAY) * item
 
 
-def error(users: Floats, items: Floats, tested: Ratings) -> float:
-    """The root of the mean squared error, of ratings that were not learned from."""
-    wrong = (users[tested.users] * items[tested.items]).sum(axis=1) - tested.given
+def error(user: Floats, item: Floats, given: Floats) -> float:
+    """The root of the mean squared error of some ratings."""
+    wrong = (user * item).sum(axis=1) - given
     return float(np.sqrt(np.mean(wrong.astype(np.float64) ** 2)))
 
 
 class Learner(tg.Task, state=["error"]):
-    """Trains in all epochs but the last, in which task 0 tests what was learned."""
+    """Trains in all epochs but the last, in which task 0 tests what was learned.
+
+    Task 0 reports the error: of the ratings that it learns from, before it does; in the last epoch of others.
+    """
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seed = size, seed
@@ -90,17 +93,21 @@ class Learner(tg.Task, state=["error"]):
         epoch.processor(self.keep)
 
     def on_flag(self, epoch: tg.Epoch, sender: int, meta: None) -> None:
+        if epoch.last and self.task_id != 0:
+            return
         users, items = epoch.table("users"), epoch.table("items")
+        batch = self.tested if epoch.last else draw(self.share, self.seed, self.task_id, epoch.number, self.size)
+        user, item = users.pull(batch.users), items.pull(batch.items)
+        if self.task_id == 0:
+            epoch.scratch.error = error(user, item, batch.given)
+            epoch.report(error=epoch.scratch.error)
         if not epoch.last:
-            batch = draw(self.share, self.seed, self.task_id, epoch.number, self.size)
-            of_users, of_items = gradients(users.pull(batch.users), items.pull(batch.items), batch.given)
+            of_users, of_items = gradients(user, item, batch.given)
             users.push(batch.users, of_users)
             items.push(batch.items, of_items)
-        elif self.task_id == 0:
-            epoch.scratch.error = error(users.pull(), items.pull(), self.tested)
 
     def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        if epoch.last and self.task_id == 0:
+        if self.task_id == 0:
             self.error = epoch.scratch.error
 
     def result(self) -> float | None:
@@ -123,7 +130,7 @@ def alone(tasks: int = 4, epochs: int = 200, size: int = 1000, seed: int = 0) ->
         for name, gradient in sums.items():  # Adagrad
             squares[name] += gradient * gradient
             rows[name] -= LR * gradient / (np.sqrt(squares[name]) + 1e-10)
-    return error(rows["users"], rows["items"], tested)
+    return error(rows["users"][tested.users], rows["items"][tested.items], tested.given)
 
 
 @tg.job
