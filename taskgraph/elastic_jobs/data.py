@@ -112,6 +112,12 @@ def data_of(data: Any) -> Data:
     Raises:
         StepError: it has no length, or its rows have no numbers.
     """
+    if isinstance(data, str | bytes):
+        raise StepError(
+            f"run.steps({data!r}): name files as tg.lines(url), tg.csv(url), tg.parquet(url) or tg.files(url)"
+        )
+    if isinstance(data, type):
+        raise StepError(f"run.steps(data) takes an object, not the class {data.__name__}: write {data.__name__}()")
     torch = pytorch()
     if torch is not None and isinstance(data, torch.utils.data.DataLoader):
         return Data(data.dataset, len(data.dataset), data.collate_fn)

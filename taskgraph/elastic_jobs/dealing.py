@@ -269,8 +269,8 @@ class Dealing:
     def load(self, captured: Mapping[str, Any]) -> None:
         if captured["what"] != self._what:
             raise StepError(
-                f"{self._what.decode()}, and the state was made with {captured['what'].decode()} (pieces, passes and "
-                f"other arguments): give the same on all workers, and in a program that is resumed"
+                f"{self._what.decode()}; and the state was made with {captured['what'].decode()}: give the same on all "
+                f"workers, and in a program that is resumed"
             )
         self.tally = Tally.of(captured["tally"], same_run=captured["run"] == self._progress.node.spec.run)
 

@@ -26,7 +26,7 @@ from taskgraph.elastic_jobs.seeding import derived_seed
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
-from taskgraph.sources.reading import Source, order, rows_of
+from taskgraph.sources.reading import Source, order, pieces_of, rows_of
 
 __all__ = ["LaneOptions", "Lanes", "packed_pieces", "unpacked_pieces"]
 
@@ -73,7 +73,7 @@ class LaneOptions:
 
 def packed_pieces(source: Source) -> list[Any]:
     """Returns the pieces of a source as bytes: each copy of the state has them, and many tuples take long to encode."""
-    whole = encode(list(source.pieces()), what="a list of pieces")
+    whole = encode(list(pieces_of(source)), what="a list of pieces")
     return [
         whole.digest,
         np.frombuffer(whole.meta, np.uint8),

@@ -23,7 +23,7 @@ from taskgraph.elastic_jobs.tables import RunTable, Tables
 from taskgraph.errors import StateError, StepError, TableError
 from taskgraph.protocol.dealing import Ledger
 from taskgraph.results import Failed
-from taskgraph.sources.reading import Source, as_source, is_source, pieces_of
+from taskgraph.sources.reading import Source, Values, as_source, digest_of, is_source, pieces_of
 from taskgraph.tables.options import TableOptions
 
 if TYPE_CHECKING:
@@ -136,13 +136,16 @@ class Run:
             JobError: an argument does not fit.
         """
         self._check_only_loop("run.shards(...)")
+        if passes is None:
+            raise StepError("run.shards(passes=None) would have no end, since `break` does not fit: give a number")
         of = as_source(source)
-        pieces = pieces_of(of)
+        pieces = pieces_of(of) if isinstance(of, Values) else self._pieces_of("run.shards(source)", of)
         number, seed = len(pieces), self.progress.node.spec.seed
         ledger = Ledger(
             number, passes=passes, seed=seed, shuffle=shuffle, overlap=True, attempts=attempts, on_error=on_error
         )
-        what = f"run.shards {number} {passes} {shuffle} {attempts} {on_error}"
+        options = f"{passes=}, {shuffle=}, {attempts=}, {on_error=}"
+        what = f"run.shards of {number} pieces (digest {digest_of(pieces)}), {options}"
         self._shards = Shards(self, of, pieces, ledger, what)
         return self._shards
 
@@ -303,11 +306,14 @@ class Run:
         self._steps = Steps(self, feed, StepOptions(unused == "zero", nonfinite))
         return self._steps
 
-    def _lanes(self, source: Source, options: LaneOptions) -> Lanes:
-        """Returns the lanes of a source. One worker finds its pieces, and all get them."""
-        call = "run.steps(source)"
+    def _pieces_of(self, call: str, source: Source) -> list[Any]:
+        """Returns the pieces of a source: one worker finds them, and all get them."""
         (packed,) = self._pieces(call, lambda _: packed_pieces(source), [None])
-        pieces = unpacked_pieces(packed)
+        return unpacked_pieces(packed)
+
+    def _lanes(self, source: Source, options: LaneOptions) -> Lanes:
+        call = "run.steps(source)"
+        pieces = self._pieces_of(call, source)
         lanes = Lanes(source, pieces, options, lambda function, numbers: self._pieces(call, function, [*numbers]))
         self.progress.carried["lanes"] = lanes
         return lanes

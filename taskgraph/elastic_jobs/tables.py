@@ -226,8 +226,9 @@ class RunTable:
 
     @lr.setter
     def lr(self, value: float) -> None:
-        if self._of.in_parts:
-            raise TableError(f"{self._title}.lr is set in the part loop: set it before or after, on all workers alike")
+        if self._of.in_parts or self._of.pushes is not None:
+            where = "the part loop" if self._of.in_parts else "a piece of run.shards"
+            raise TableError(f"{self._title}.lr is set in {where}: set it before or after, on all workers alike")
         self._lr = as_rate(value, f"{self._title}.lr")
 
     def save(self, url: str) -> None:

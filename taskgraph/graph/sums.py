@@ -284,9 +284,9 @@ def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
         return library, value
     if name := library_of(value):
         raise JobError(f"{where or 'a value'} is an array of {name}: tg.arrays({name}) in the driver lets it be summed")
+    kind = "None (does the function that gives it lack a `return`?)" if value is None else f"a {type(value).__name__}"
     raise JobError(
-        f"{where or 'a value'} is a {type(value).__name__}: a sum is made of numbers, arrays, and dicts, lists and "
-        f"tuples of them"
+        f"{where or 'a value'} is {kind}: a sum is made of numbers, arrays, and dicts, lists and tuples of them"
     )
 
 

@@ -176,8 +176,9 @@ def _find_pieces(it: _Map) -> None:
 
 def _ask(it: _Map, epoch: Epoch, share: Share) -> Reply:
     asked = share.ask(time.perf_counter())
-    count = len(it.values) if it.source is None else -1
-    return ask_service(epoch, it.dealer, DEAL, {**asked, "map": it.tag, "count": count, "upto": it.upto})
+    count, digest = (len(it.values), "") if it.source is None else (-1, it.source.digest)
+    of_map = {"map": it.tag, "count": count, "digest": digest, "upto": it.upto}
+    return ask_service(epoch, it.dealer, DEAL, {**asked, **of_map})
 
 
 def _take(it: _Map, epoch: Epoch, share: Share, answer: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from taskgraph.errors import JobError
 from taskgraph.protocol.dealing import Ledger
 from taskgraph.queues.service import QueueTask
 from taskgraph.services import Service
-from taskgraph.sources.reading import Source, as_source, pieces_of
+from taskgraph.sources.reading import Source, as_source, digest_of, pieces_of
 
 __all__ = ["WorkQueue", "service_title"]
 
@@ -59,6 +59,7 @@ class WorkQueue:
         self.source = as_source(source)
         self.buffer = buffer
         self._pieces: Sequence[Any] | None = None
+        self._digest = ""
         self._finding = threading.Lock()
         self._options: dict[str, Any] = {
             "passes": passes,
@@ -75,11 +76,18 @@ class WorkQueue:
         """The pieces of the source. To find them may take long: not for the event loop."""
         with self._finding:
             if self._pieces is None:
-                self._pieces = pieces_of(self.source)
+                found = pieces_of(self.source)
+                self._digest, self._pieces = digest_of(found), found
             return self._pieces
 
-    def _count(self) -> int:
-        return len(self.pieces)
+    @property
+    def digest(self) -> str:
+        """A digest of the pieces. It finds them."""
+        _ = self.pieces
+        return self._digest
+
+    def _found(self) -> tuple[int, str]:
+        return len(self.pieces), self.digest
 
     def ledger(self, pieces: int, seed: int) -> Ledger:
         """Returns the ledger of this many pieces before the first one is dealt."""
@@ -87,4 +95,4 @@ class WorkQueue:
 
     def service(self, name: str, tasks: int) -> Service:
         """Returns the service that has the ledger."""
-        return Service(service_title(name), 1, lambda index: QueueTask(self._count, self.ledger, name))
+        return Service(service_title(name), 1, lambda index: QueueTask(self._found, self.ledger, name))

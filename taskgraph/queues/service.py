@@ -18,28 +18,30 @@ if TYPE_CHECKING:
 __all__ = ["QueueTask"]
 
 
-class QueueTask(Task, state=["pieces", "ledger_state"]):
+class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
     """Counts the pieces of a queue, at its sync point: so in the decision that commits their results.
 
     Args:
-        count: finds the pieces, and returns how many there are.
+        find: finds the pieces; returns how many there are, and their digest.
         begin: makes the ledger before the first piece, from the number of pieces and the seed of the job.
         name: of the queue.
 
     Attributes:
         pieces: how many the source has; None before `setup`.
+        digest: of the pieces.
         ledger_state: as `Ledger.state()`; None before the first piece counted.
     """
 
-    def __init__(self, count: Callable[[], int], begin: Callable[[int, int], Ledger], name: str) -> None:
-        self.count_pieces, self.begin = count, begin
+    def __init__(self, find: Callable[[], tuple[int, str]], begin: Callable[[int, int], Ledger], name: str) -> None:
+        self.find, self.begin = find, begin
         self.name = name
         self.pieces: int | None = None
+        self.digest = ""
         self.ledger_state: dict[str, Any] | None = None
 
     def setup(self) -> None:
         """Finds the pieces, in the thread of user code: it may read all files."""
-        self.pieces = self.count_pieces()
+        self.pieces, self.digest = self.find()
 
     def compose(self, epoch: Epoch) -> None:
         epoch.scratch.counted = {}

@@ -7,13 +7,14 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, ValueNotEncodable
+from taskgraph.graph.values import encode
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Source", "Values", "as_source", "content_of", "is_source", "order", "pieces_of", "rows_of"]
+__all__ = ["Source", "Values", "as_source", "content_of", "digest_of", "is_source", "order", "pieces_of", "rows_of"]
 
 
 class Source(Protocol):
@@ -75,9 +76,27 @@ def as_source(of: Source | Iterable[Any]) -> Source:
 
 
 def pieces_of(source: Source) -> Sequence[Any]:
-    """Returns the pieces of a source. An iterable without an order by number, such as a generator, becomes a list."""
-    found = source.pieces()
+    """Returns the pieces of a source. An iterable without an order by number, such as a generator, becomes a list.
+
+    Raises:
+        JobError: `pieces()` returns no iterable.
+    """
+    found = _iterable(source.pieces(), source, "pieces()", "a list of pieces")
     return found if hasattr(found, "__len__") and hasattr(found, "__getitem__") else list(found)
+
+
+def _iterable(found: Any, source: Source, call: str, what: str) -> Any:
+    if not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
+        raise JobError(f"{type(source).__name__}.{call} returned {found!r}: it has to return {what}")
+    return found
+
+
+def digest_of(pieces: Sequence[Any]) -> str:
+    """Returns a digest that tells pieces from others: hexadecimal digits. Those that cannot travel are counted."""
+    try:
+        return encode(str(pieces) if isinstance(pieces, range) else list(pieces)).digest.hex()[:12]
+    except ValueNotEncodable:
+        return encode(len(pieces)).digest.hex()[:12]
 
 
 def order(count: int, pass_number: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
@@ -101,7 +120,7 @@ def rows_of(source: Source, piece: Any, *, buffer: int = 0, seed: int = 0) -> It
         buffer: rows that are kept back, of which one is drawn at random each time; 0: the rows' own order.
         seed: of these draws: the same seed gives the same order.
     """
-    rows = iter(source.read(piece))
+    rows = iter(_iterable(source.read(piece), source, "read(piece)", "or yield its rows"))
     if buffer < 2:
         yield from rows
         return

@@ -49,9 +49,11 @@ class Dealers:
         """Answers an ask. It waits while there is nothing to do, and pieces are not finished."""
         attempt, loop = self._attempt, asyncio.get_running_loop()
         ask = decode(message.value)
-        known = self._dealers.get(ask["map"])
+        known, task = self._dealers.get(ask["map"]), attempt.replica.user_task
+        if isinstance(task, QueueTask) and ask["digest"] != task.digest:
+            return {"refused": _other_pieces(task.name)}
         if known is None:
-            if self._dealers and isinstance(attempt.replica.user_task, QueueTask):
+            if self._dealers and isinstance(task, QueueTask):
                 return {"refused": f"map({next(iter(self._dealers))!r}) computes this queue in this epoch already"}
             known = self._dealers[ask["map"]] = self._dealer(ask), ask["count"], ask["upto"]
         dealer, count, upto = known
@@ -105,6 +107,13 @@ def _differs(ask: dict[str, Any], count: int, upto: int | None) -> str:
     return (
         f"map({ask['map']!r}) has {ask['count']} pieces and upto={ask['upto']}, but {count} pieces and upto={upto} on "
         f"another task: all tasks give the same pieces and upto"
+    )
+
+
+def _other_pieces(queue: str) -> str:
+    return (
+        f"queue {queue!r} has other pieces on this node than it began with: give all nodes the same source (the same "
+        f"files), and leave it as it is until the job has ended, also one that is resumed"
     )
 
 

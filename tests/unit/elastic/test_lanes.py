@@ -199,6 +199,8 @@ async def test_readers_of_other_workers_are_closed() -> None:
         (Pieces(), {"batch": 24}, "the source has no pieces"),
         (Pieces(0, 0), {"batch": 24}, "the source has no rows in its 2 pieces"),
         (np.zeros(5), {"batch": 5, "parts": 1, "buffer": 2}, "is for sources"),
+        ("data/*.txt", {"batch": 5, "parts": 1}, r"'data/\*\.txt'\): name files as tg\.lines\(url\)"),
+        (Pieces, {"batch": 5, "parts": 1}, r"not the class Pieces: write Pieces\(\)"),
     ],
 )
 def test_what_does_not_fit_is_said(source: Any, arguments: dict[str, Any], text: str) -> None:

@@ -254,6 +254,16 @@ def test_pull_lacks_no_more_pieces_than_staleness_says(
     assert tg.testing.run(late_pulls(staleness=staleness), kills=kills, order=order, nodes=3, strict=False).value == 60
 
 
+def test_rate_set_in_a_piece_is_an_error() -> None:
+    def body(run: tg.Run) -> None:
+        table = run.table("t", 1)
+        for _ in run.shards(range(3)):
+            table.lr = 0.5
+
+    with pytest.raises(tg.JobFailed, match=r"table 't'\.lr is set in a piece of run\.shards"):
+        tg.run(job_of(body), nodes=0)
+
+
 def test_push_after_the_last_shard_is_an_error() -> None:
     def body(run: tg.Run) -> None:
         table = run.table("t", 1)

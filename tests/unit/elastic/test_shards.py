@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -147,3 +148,44 @@ def with_state(run: tg.Run) -> list[int]:
 def test_code_before_and_after_the_loop() -> None:
     assert tg.testing.run(with_state()).value == [8, 9]
     assert tg.run(with_state(), nodes=0).value == [8, 9]
+
+
+class Drawn:
+    """Finds other pieces each time, as nodes with other files do."""
+
+    def pieces(self) -> list[float]:
+        return [random.SystemRandom().random() for _ in range(20)]
+
+    def read(self, piece: float) -> list[float]:
+        return [piece]
+
+
+FOUND: set[float] = set()
+
+
+@tg.elastic
+def of_drawn(run: tg.Run, values: bool = False) -> None:
+    for piece in run.shards(Drawn().pieces() if values else Drawn()):
+        FOUND.update([piece] if values else piece)
+
+
+def test_one_worker_finds_the_pieces_of_a_source() -> None:
+    FOUND.clear()
+    tg.testing.run(of_drawn(), strict=False)
+    assert len(FOUND) == 20
+
+
+def test_values_that_differ_between_workers_are_an_error() -> None:
+    with pytest.raises(tg.JobFailed, match=r"of 20 pieces \(digest .*give the same on all workers"):
+        tg.testing.run(of_drawn(values=True), strict=False)
+
+
+@tg.elastic
+def endless(run: tg.Run) -> None:
+    for _ in run.shards(range(3), passes=None):  # type: ignore[arg-type]
+        pass
+
+
+def test_endless_passes_are_refused() -> None:
+    with pytest.raises(tg.JobFailed, match="would have no end"):
+        tg.run(endless(), nodes=0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -271,6 +273,42 @@ def test_different_pieces_are_named() -> None:
 
     with pytest.raises(tg.JobFailed, match="all tasks give the same pieces"):
         tg.testing.run(tg.Job(tasks=2, epochs=1, builder=Differ))
+
+
+class Renamed:
+    """Files that were renamed between two runs, as many as before."""
+
+    names = tuple("abcdefghijkl")
+
+    def pieces(self) -> list[str]:
+        return [*self.names]
+
+    def read(self, piece: str) -> list[str]:
+        return [piece]
+
+
+class Names(tg.Task):
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.map("names", "files", self.name, upto=1)
+
+    def name(self, epoch: tg.Epoch, rows: list[str]) -> str:
+        time.sleep(0.02)  # checkpoints become complete meanwhile
+        return rows[0]
+
+
+@tg.job
+def names(place: str, epochs: int) -> tg.Job:
+    queues = {"files": tg.WorkQueue(Renamed())}
+    return tg.Job(tasks=2, epochs=epochs, builder=Names, queues=queues, checkpoint=place, checkpoint_every=1)
+
+
+def test_other_pieces_than_a_queue_began_with_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path.as_uri()
+    tg.run(names(place, 6), nodes=0)
+    assert tg.run(names(place, 8), nodes=0, resume=True).epochs == 8
+    monkeypatch.setattr(Renamed, "names", tuple("abcdefghijkm"))
+    with pytest.raises(tg.JobFailed, match="queue 'files' has other pieces on this node than it began with"):
+        tg.run(names(place, 10), nodes=0, resume=True)
 
 
 def test_wrong_options_of_a_queue_are_named() -> None:

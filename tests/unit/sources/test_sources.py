@@ -17,6 +17,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.graph.values import decode, encode
 from taskgraph.sources import Source, as_source, content_of, order, rows_of
+from taskgraph.sources.reading import digest_of, pieces_of
 
 
 def rows(source: Source) -> list[Any]:
@@ -45,6 +46,26 @@ def test_an_object_with_pieces_and_read_is_a_source() -> None:
     assert rows(source) == [0, 0, 1, 1, 2, 4] and content_of(source, 2) == [2, 4]
     with pytest.raises(tg.JobError, match=r"not the class Squares: write Squares\(\)"):
         as_source(Squares)  # type: ignore[arg-type]
+
+
+class Forgotten:
+    """Its methods lack a return."""
+
+    def pieces(self) -> Any: ...
+    def read(self, piece: int) -> Any: ...
+
+
+def test_a_source_without_return_is_named() -> None:
+    with pytest.raises(tg.JobError, match=r"Forgotten\.pieces\(\) returned None: it has to return a list"):
+        pieces_of(Forgotten())
+    with pytest.raises(tg.JobError, match=r"Forgotten\.read\(piece\) returned None: it has to return or yield"):
+        content_of(Forgotten(), 0)
+
+
+def test_pieces_have_a_digest() -> None:
+    assert digest_of([("a", 1), ("b", 2)]) == digest_of((("a", 1), ("b", 2)))
+    assert digest_of([("a", 1), ("b", 2)]) != digest_of([("a", 1), ("b", 3)])
+    assert digest_of([Path("a")]) != digest_of([Path("a"), Path("b")]), "what cannot travel is counted"
 
 
 @pytest.mark.parametrize(
