@@ -90,12 +90,15 @@ class _Chaos:
         return self.keeper.view
 
     def here(self) -> list[str]:
-        """Returns the nodes of the job that we can signal."""
+        """Returns the nodes of the job on this host that this process may signal."""
         live = self._view.live_nodes(self._reached.spec.run)
         return [node for node, record in live.items() if acting.is_here(record)]
 
     async def until_over(self, for_s: float | None) -> int:
-        """Causes faults until the end; returns the exit code, 1 if the job failed meanwhile."""
+        """Causes faults until the job or its launcher ends, `for_s` has passed, or a signal such as Ctrl-C comes.
+
+        Wakes stopped nodes, prints a summary, and returns the exit code: 1 if the job failed, else 0.
+        """
         interrupted = asyncio.Event()
         on_ending_signals(lambda _: interrupted.set())  # so that stopped nodes wake up first
         async with alongside(
@@ -115,7 +118,7 @@ class _Chaos:
         return self._sum_up(await self._survivors())
 
     async def _survivors(self) -> dict[str, int]:
-        """Returns the nodes that are alive after SIGKILL, with their processes."""
+        """Returns node -> pid of the nodes that got SIGKILL and are alive a moment later."""
         until = time.monotonic() + _GONE_S
         while True:
             left = {node: pid for node, pid in self._killed.items() if node in self._view.nodes and host.alive(pid)}
@@ -124,6 +127,7 @@ class _Chaos:
             await asyncio.sleep(_AGAIN_S / 10)
 
     def _sum_up(self, unkilled: dict[str, int]) -> int:
+        """Prints how many faults there were and how the job is. Returns the exit code."""
         if gone := len(self._killed) - len(unkilled):
             self._done["kill"] = gone
         status = self._view.status

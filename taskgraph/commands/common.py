@@ -149,14 +149,19 @@ def _read_token(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """The token of a new job, and its file."""
+    """The token of a new job, and its file.
+
+    Attributes:
+        token: in hex.
+        written: this command wrote the file; False: the file was there.
+    """
 
     token: str
     path: Path
     written: bool
 
-    def forget(self) -> None:
-        """Removes the file if it was written for this job, which did not start."""
+    def discard(self) -> None:
+        """Removes the file if this command wrote it. Called if the job did not start."""
         if self.written:
             remove_file(self.path)
 
@@ -214,7 +219,12 @@ class FoundJob:
 
 
 def find_entry(options: argparse.Namespace) -> JobEntry:
-    """Finds the job: by name on this host, or at the given etcd."""
+    """Returns the entry of the job that a command names: from this host, or for the etcd that the options name.
+
+    Raises:
+        UnknownJob: no such job is known here.
+        JobError: the options do not say which job.
+    """
     runtime, name, etcd = Runtime(), options.job, etcd_of(options)
     if name == "":  # an unset variable of a script must not end the only job
         raise JobError("the job's name is empty: give one, or leave it out if only one job runs on this host")

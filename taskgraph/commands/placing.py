@@ -49,7 +49,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
         where = uvloop.run(launcher.start(request))
     except JobError:
         if token is not None:
-            token.forget()
+            token.discard()
         raise
     Runtime().forget_ended(request.job, before)
     keep_placed(placed_as(request, options.on, where))

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, function: JobFunction[...] | None = None) -
         return uvloop.run(_Run(options, job).until_over(listening, token))
     except (JobError, CheckpointError):
         if token is not None:
-            token.forget()
+            token.discard()
         raise
 
 

@@ -53,7 +53,7 @@ def submit(options: argparse.Namespace, function: JobFunction[...] | None = None
     try:
         new = uvloop.run(_put(options, etcd, spec))
     except _NotSubmitted as error:
-        token.forget()
+        token.discard()
         raise error.why from None
     if token.written:
         print(f"wrote the job's token to {token.path}, which only you can read")

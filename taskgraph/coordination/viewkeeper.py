@@ -44,7 +44,8 @@ class ViewKeeper:
     """Keeps one job's view up to date, and notifies code that waits for changes.
 
     Args:
-        refresh_s: how long a wait relies on the watch before it re-reads etcd.
+        refresh_s: how long `wait_until_read` and `wait_for_revision` rely on the watch before they re-read etcd; also
+            the pause after a read that failed. The other waits rely on the watch alone.
         one_run: see `JobView`.
     """
 
@@ -80,7 +81,7 @@ class ViewKeeper:
         return lambda: listeners.remove(listener) if listener in listeners else None
 
     async def load(self) -> None:
-        """Lists the job's keys.
+        """Lists the job's keys, resets the view to the listing unless the view is newer, and calls `notify`.
 
         Raises:
             Unavailable: etcd does not answer.
@@ -178,7 +179,7 @@ class ViewKeeper:
             except WatchCompacted:
                 await self.load_persistently()
 
-    def when(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> asyncio.Future[None]:
+    def begin_wait(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> asyncio.Future[None]:
         """Returns a future that is done when the view satisfies `predicate`. Cancel the future if it is not needed.
 
         Args:
@@ -195,14 +196,14 @@ class ViewKeeper:
         return future
 
     async def wait_until(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> None:
-        """Waits until the view satisfies `predicate`; see `when`."""
+        """Waits until the view satisfies `predicate`; see `begin_wait`."""
         if not predicate(self.view):
-            await self.when(predicate, structure=structure)
+            await self.begin_wait(predicate, structure=structure)
 
     async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
         """Waits like `wait_until` for a change that has already happened in etcd. Re-reads etcd every `refresh_s`."""
         while not predicate(self.view):
-            await self._read_until(predicate, self.when(predicate))
+            await self._read_until(predicate, self.begin_wait(predicate))
 
     async def wait_for_revision(self, revision: int) -> None:
         """Waits until the view has reached `revision`. Re-reads etcd like `wait_until_read`.
@@ -216,7 +217,7 @@ class ViewKeeper:
             await self._read_until(lambda view: view.revision >= revision, future)
 
     async def _read_until(self, predicate: Callable[[JobView], bool], waiting: asyncio.Future[None]) -> None:
-        """Waits for the future of a predicate. Re-reads etcd if that takes longer than `refresh_s`."""
+        """Waits for the future of a predicate. Re-reads etcd after `refresh_s`, or the pause after the last re-read."""
         rests_s = self._read_pause_ends_at - self._coordinator.now()
         timer = asyncio.get_running_loop().call_later(max(self._refresh_s, rests_s), _finish_wait, waiting)
         try:

@@ -39,7 +39,7 @@ class Contributions:
 
     Args:
         together: makes the totals of what the workers of a view hold; None: all workers send each other their sums.
-        changed: called when the total was made meanwhile.
+        changed: called once a slice was added up in a thread, or a total by a process group.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Contributions:
         self._encoded: dict[tuple[Span, ...], Outgoing] = {}  # own sums that user code's thread has encoded
         self._received: dict[tuple[int, int, Span], Sums] = {}  # by view, position and span
         self._slices = Slices(node, self._send_slice, changed)
-        self._summed: Total | None = None  # the workers of the view made it together
+        self._summed: Total | None = None  # the total that the workers of the view added up together
 
     # -- what this worker computed ----------------------------------------------------------------
 
@@ -143,7 +143,10 @@ class Contributions:
         return Total(add, sum(sums.nbytes for sums in there.values()))
 
     def sum_together(self, action: SumTogether) -> None:
-        """Adds up what this worker contributed with what the others of the view did, and calls the core's `summed`."""
+        """Begins to add up the contributions of all workers of the view, by a process group or in slices.
+
+        The core's `summed` is called once the total is there; at once if the contributions do not fit together.
+        """
         there = self._there(action.position, action.spans)
         whole = add_up({span: sums.without_arrays() for span, sums in there.items()}, _whole(action.spans))
         if whole.is_unlike:
@@ -157,6 +160,7 @@ class Contributions:
             self._slices.begin(action, own, received, whole)
 
     async def _sum_by(self, together: GroupSums, action: SumTogether, whole: Sums) -> None:
+        """Adds up by a process group, then calls the core's `summed`, unless the view has changed meanwhile."""
         mine = [self._own[span].arrays for span in sorted(self._own)]
         arrays = await together.sum(action.view, Sums.zeros(whole.layout).arrays, mine)
         if arrays is not None and action.view == self._core.number:
@@ -165,7 +169,7 @@ class Contributions:
             self._changed()
 
     def take_sliced(self) -> bool:
-        """Takes the total that was added up in slices, once it is there."""
+        """Takes the total that was added up in slices, and calls `summed`. Returns False if there is none."""
         made = self._slices.take()
         if made is None:
             return False
@@ -179,13 +183,16 @@ class Contributions:
         return self._slices.awaited
 
     def _there(self, position: int, spans: Iterable[Span]) -> dict[Span, Sums]:
-        """Returns what this worker and the others of the view contributed."""
+        """Returns span -> sums: what this worker and the others of the view contributed to a position."""
         return {span: self._own.get(span) or self._received[self._core.number, position, span] for span in spans}
 
     # -- what follows -----------------------------------------------------------------------------
 
     def adopt(self, view: View, report: Report) -> None:
-        """Holds the spans of a report, also those that were received in the view before, and nothing else."""
+        """Begins a view: holds the sums that this worker reports, and drops all others of earlier views.
+
+        The sums that it reports are its own, or were received in an earlier view.
+        """
         number, at = view.number, report.position
         before = {
             span: sums
@@ -201,7 +208,7 @@ class Contributions:
             self._together.follow(view)
 
     def end(self, position: int) -> None:
-        """Keeps nothing of a position, whose total this worker holds."""
+        """Drops all sums of a position and those before it: this worker holds their totals."""
         self._own.clear()
         self._encoded.clear()
         self._received = {key: sums for key, sums in self._received.items() if key[1] > position}

@@ -33,19 +33,24 @@ __all__ = ["Group", "Turns"]
 
 
 class RunOfTurns(Protocol):
-    """The interface of `run.Run`, for its turns."""
+    """What `Turns` uses of `run.Run`.
+
+    Attributes:
+        progress: where user code is.
+        named: the state that `run.state` named; None: none.
+    """
 
     progress: Progress
     named: Any
 
 
 class Turns:
-    """The turns of a run's loop, each with the group that it works with.
+    """The turns of a user's loop: each call of `run.group()` begins one, and returns the group of its workers.
 
     Attributes:
-        number: of the turn that begins next.
-        members: the names of the workers of the group, in order; (): they have not agreed on one yet.
-        contributing: a function of user code makes a contribution.
+        number: the number of the turn that begins next.
+        members: the names of the group's workers, the most senior one first; (): they have not agreed on one yet.
+        contributing: True while a function of user code computes this worker's contribution.
     """
 
     def __init__(self, run: RunOfTurns) -> None:
@@ -62,7 +67,7 @@ class Turns:
                 progress.watch.copied(self.number)
 
     def begin(self) -> Group:
-        """Begins a turn."""
+        """Begins a turn, and returns its group. User code's state may be copied for newcomers here."""
         progress, state = self.run.progress, self.run.named
         progress.boundary(self.number, state, self.members)
         digest = b""
@@ -92,7 +97,7 @@ class Group:
 
     Attributes:
         members: the names of the workers, the most senior one first.
-        number: of the turn, from 0.
+        number: the number of the turn, from 0.
     """
 
     def __init__(self, turns: Turns, number: int, members: tuple[str, ...], digest: bytes) -> None:
@@ -169,7 +174,11 @@ class Group:
         progress.node.report(progress.position, self.number, {name: float(value) for name, value in numbers.items()})
 
     def _exchange(self, operation: str, contribute: Callable[[int], Sums]) -> Sums:
-        """Returns the total of an operation. `contribute` gets this worker's place."""
+        """Contributes to an operation, and returns its total. Raises ViewChanged if a member did not contribute.
+
+        Args:
+            contribute: returns this worker's contribution, from its place among the members. It may not be called.
+        """
         turns, progress = self._turns, self._turns.run.progress
         if turns.contributing or turns.number != self.number + 1 or turns.members != self.members:
             raise StepError(f"group.{operation}(...) of an earlier turn, or in a contribution: call run.group() first")
@@ -183,6 +192,7 @@ class Group:
         return answer
 
     def _contribution(self, slot: int, contribute: Callable[[int], Sums]) -> Sums:
+        """Returns this worker's contribution if `slot` is its own; else the view, which that member has left."""
         turns, progress = self._turns, self._turns.run.progress
         if self.members[slot] != progress.node.name:
             return Sums.of({}, {slot: encode({"view": progress.node.view})})

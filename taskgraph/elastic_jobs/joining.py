@@ -41,7 +41,10 @@ class Joining:
         self._behind: set[str] = set()  # donors that do not keep the totals that it lacks
 
     async def run(self) -> None:
-        """Returns once this node is in the view, or the job has ended."""
+        """Returns once this node is in the view, the job has ended, or no donor keeps the totals that it lacks.
+
+        In the last case the node has begun anew, to copy the state again.
+        """
         node, copied = self._node, self._node.has_begun()
         while node.keeper.view.running:
             donors = [w for w in reversed(self._view().workers) if w not in node.suspects and w not in node.gone]
@@ -61,6 +64,7 @@ class Joining:
         return View.of(self._node.keeper.view.workers.record)
 
     async def _copy(self, donor: str) -> bool:
+        """Copies the state of a donor, and begins with it. Returns False if the donor gave none."""
         lineage = self._view().lineage
         mark = self._node.trace.begin(of_step=False)
         reply = await self._call(donor, CopyState())
@@ -121,7 +125,7 @@ class Joining:
         return True
 
     async def _call(self, worker: str, message: CopyState | FollowTotals) -> Reply | None:
-        """Calls a worker; None if it did not answer."""
+        """Calls a worker, and returns its reply; None if it refused, did not answer, or has no address in the view."""
         peer = self._node.router.peer(worker)
         if peer is None:
             return None

@@ -51,10 +51,10 @@ class NodeTrace:
     Attributes:
         clock: the shortest reading of the node's clock; None: the node never answered.
         shared: the node has our clock, since it is on this host.
-        heard: the node traces.
-        epoch: the last that the node reported; -1: none.
+        heard: the node has confirmed that it traces.
+        epoch: the last epoch that the node reported; -1: none.
         chunks: the spans, as the node sent them.
-        lost: spans that did not fit into the node's buffer.
+        lost: how many spans did not fit into the node's buffer.
         missing: what the trace lacks of this node, and why; "": nothing.
         whole: the trace has all that it wants of this node.
     """
@@ -163,8 +163,8 @@ class Tracer:
         return "step" if self.elastic else "epoch"
 
     @property
-    def window(self) -> str:
-        """The epochs that are traced, in words."""
+    def range_text(self) -> str:
+        """The traced epochs as text: `epochs 30 to 50, one of 5`."""
         return f"{self.unit}s {self.first} to {self.until - 1}{words_of(self.every)}"
 
     def _trace_new_nodes(self) -> None:
@@ -179,6 +179,7 @@ class Tracer:
                 self._follows[node] = asyncio.ensure_future(self._follow(trace))
 
     async def _find_every(self) -> int:
+        """Measures the job's rate, and returns n: one epoch in n is traced."""
         seen = []
         for wait_s in (_RATE_S, 0.0):
             await self._keeper.load()
@@ -212,10 +213,13 @@ class Tracer:
                 raise JobError(f"no epoch is left to be traced: {what}")
             until = min(until, self._total)
         self.first, self.until = first, until
-        self._say(f"tracing {self.window} on {len(heard)} nodes")
+        self._say(f"tracing {self.range_text} on {len(heard)} nodes")
 
     async def _wait_for_all(self) -> None:
-        """Waits for every node; for one that does not answer, `_LEFT_S` longer than for the first that is done."""
+        """Waits until every node has sent its part. Gives up the rest `_LEFT_S` after the first node is done.
+
+        Also `_LEFT_S` after the end of the job, or after `end_early`.
+        """
         said, say_at, give_up_at = "", time.monotonic() + _SAY_S, math.inf
         while waiting := {n: follow for n, follow in self._follows.items() if not follow.done()}:
             await asyncio.wait(waiting.values(), timeout=_LOOK_S)
@@ -229,7 +233,7 @@ class Tracer:
             elif now >= say_at:
                 names = ", ".join(sorted(self.nodes[node].record.name for node in waiting))
                 if names != said:
-                    self._say(f"tracing {self.window}: the job is at {self.unit} {self.epoch}; waiting for {names}")
+                    self._say(f"tracing {self.range_text}: the job is at {self.unit} {self.epoch}; waiting for {names}")
                 said, say_at = names, now + _SAY_S
         for follow in self._follows.values():
             if not follow.cancelled():

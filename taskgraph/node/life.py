@@ -283,9 +283,11 @@ class NodeLife(NodeCore):
         return True
 
     async def _wait_for_view(self, shows: Callable[[JobView], bool]) -> None:
-        """Returns when `shows` holds for the view, or this node has drained.
+        """Returns when `shows` is true of the view, or this node has drained.
 
-        Only a draining node looks at every commit: the holders of a boundary depend on the epoch. `shows` must not.
+        Args:
+            shows: must not depend on the view's `epoch`. While the node does not drain, commits are not looked at;
+                the end of a drain depends on the epoch, so a draining node looks at every commit.
         """
         await self.keeper.wait_until(lambda v: shows(v) or self.draining, structure=True)
         await self.keeper.wait_until(lambda v: shows(v) or self.draining_state.over)

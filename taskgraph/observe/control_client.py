@@ -119,7 +119,7 @@ class TraceCall:
         self._require_message = decode_key
 
     async def finish(self) -> None:
-        """Asks the node to send the remaining spans, and to stop tracing."""
+        """Asks the node to stop tracing. Does not wait: `next` returns the remaining spans, then None."""
         with contextlib.suppress(asyncio.InvalidStateError):  # the call is over: `next` says why
             await self._call.done_writing()
 

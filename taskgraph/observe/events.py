@@ -178,7 +178,7 @@ class EventLog:
         self._ring_fields = 0
         self._listeners: list[Callable[[Event], None]] = []
         self._durable_listeners: list[Callable[[Event], None]] = []
-        self._keepers: list[_EventWriter] = []
+        self._writers: list[_EventWriter] = []
 
     def emit(
         self,
@@ -225,25 +225,25 @@ class EventLog:
         return list(self._ring)
 
     @contextlib.contextmanager
-    def keeping(self, keeper: _EventWriter) -> Iterator[None]:
-        """Gives `keeper` every event within a block."""
-        stop = self.listen(keeper.queue, transient=False)
-        self._keepers.append(keeper)
+    def writing(self, writer: _EventWriter) -> Iterator[None]:
+        """Queues durable events in `writer` while the block runs. Meanwhile `wait_until_kept` waits for this writer."""
+        stop = self.listen(writer.queue, transient=False)
+        self._writers.append(writer)
         try:
             yield
         finally:
-            self._keepers.remove(keeper)
+            self._writers.remove(writer)
             stop()
 
     async def wait_until_kept(self) -> None:
-        """Returns once all events so far are in etcd, or after a second.
+        """Returns once all durable events so far are in etcd, or after a second.
 
         The collector of a job's results reads its events next: a job may be over before a burst is gathered.
         """
         try:
             async with asyncio.timeout(_FLUSH_S):
-                for keeper in tuple(self._keepers):
-                    await keeper.wait_until_written()
+                for writer in tuple(self._writers):
+                    await writer.wait_until_written()
         except TimeoutError:
             log.warning("some events are not kept yet: etcd is away, or slow")
 
@@ -294,7 +294,7 @@ class _EventWriter:
         self.end_burst()
 
     def end_burst(self) -> None:
-        """Makes the waiting events `due`, one for each kind and node."""
+        """Makes the waiting events `due`, after `merge_alike` merged them."""
         self.due.extend(merge_alike(self.waiting))
         self.waiting.clear()
 
@@ -326,7 +326,7 @@ class _EventWriter:
         return len(batch) if result.succeeded else 0
 
     def on_burst_written(self) -> None:
-        """Wakes those who wait for all events to be written, unless others came meanwhile."""
+        """Ends the waits in `wait_until_written`, unless more events were queued meanwhile."""
         if self.waiting:
             return
         self._has_events.clear()
@@ -351,28 +351,28 @@ async def keep_events(
         spec_revision: the revision of the run's `spec`.
     """
     keys = Keys(job)
-    keeper = _EventWriter(keys, spec_revision, node_id)
+    writer = _EventWriter(keys, spec_revision, node_id)
     for event in events.recent():
-        keeper.queue(event)
-    with events.keeping(keeper):
+        writer.queue(event)
+    with events.writing(writer):
         try:
             written = 0
             while True:
-                await keeper.wait_for_burst()
-                while keeper.due:
-                    written += await keeper.write_some(coordinator)
-                keeper.on_burst_written()
+                await writer.wait_for_burst()
+                while writer.due:
+                    written += await writer.write_some(coordinator)
+                writer.on_burst_written()
                 if written >= _BATCH:
                     written = 0
                     await _prune(coordinator, keys, kept)
         finally:
             try:
-                keeper.end_burst()
+                writer.end_burst()
                 async with asyncio.timeout(_FLUSH_S):
-                    while keeper.due:
-                        await keeper.write_some(coordinator)
+                    while writer.due:
+                        await writer.write_some(coordinator)
             except TimeoutError:
-                log.warning("%d events could not be kept", len(keeper.due))
+                log.warning("%d events could not be kept", len(writer.due))
 
 
 def sort_by_revision(listing: Listing) -> list[KeyValue]:

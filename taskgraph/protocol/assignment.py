@@ -83,7 +83,7 @@ class Assignment:
                 continue
             order = holding.members if holding.primary in holding.members else (holding.primary, *holding.members)
             held = [numbers[name] for name in dict.fromkeys(order) if name in numbers]
-            self.current[task] = held = [i for i in held if self.eligible(task, i)]
+            self.current[task] = held = [i for i in held if self.is_eligible(task, i)]
             if holding.primary in numbers and numbers[holding.primary] in held:
                 self.set_primary(task, numbers[holding.primary])
             for node in held:
@@ -93,7 +93,8 @@ class Assignment:
 
     # -- the state --------------------------------------------------------------------------------
 
-    def eligible(self, task: int, node: int) -> bool:
+    def is_eligible(self, task: int, node: int) -> bool:
+        """True if the node may have replicas of the task: it needs no device, or the node has one or is kept."""
         return self.has_device[node] or not self.needs[task]
 
     def eligible_seats(self, task: int) -> Sequence[int]:
@@ -120,6 +121,7 @@ class Assignment:
         self.add_backup(task, old)
 
     def holders(self, task: int) -> list[int]:
+        """Returns the nodes of the task's replicas, its primary (-1: none) first."""
         return [self.primary[task], *self.backups[task]]
 
     def primary_count(self, node: int) -> int:
@@ -129,6 +131,7 @@ class Assignment:
         return len(self.primaries_at[node]) + len(self.backups_at[node])
 
     def hosts_without(self, task: int, node: int) -> set[int]:
+        """Returns the hosts of the task's replicas, except of the one on `node`."""
         return {self.hosts[i] for i in self.holders(task) if i != node}
 
     def duplicates_host(self, task: int, node: int) -> bool:

@@ -181,7 +181,7 @@ class _Plan(Assignment):
         return False
 
     def _can_move_backup(self, task: int, backup: int, to: int) -> bool:
-        if to == self.primary[task] or to in self.backups[task] or not self.eligible(task, to):
+        if to == self.primary[task] or to in self.backups[task] or not self.is_eligible(task, to):
             return False
         if not self.many_hosts:
             return True
@@ -190,7 +190,7 @@ class _Plan(Assignment):
 
     def _move_primary(self, fuller: int, emptier: int) -> bool:
         """Moves a primary to a seat that holds no backup of its task. Returns False if none can be moved."""
-        able = [t for t in self.primaries_at[fuller] if self.eligible(t, emptier) and emptier not in self.backups[t]]
+        able = [t for t in self.primaries_at[fuller] if self.is_eligible(t, emptier) and emptier not in self.backups[t]]
         if not able:
             return False
         self._relocate(min(able, key=lambda t: (emptier not in self.current[t], t)), emptier)

@@ -61,7 +61,13 @@ class IdleTimer:
         self._waited_s = 0.0
 
     def has_exceeded(self, loop: asyncio.AbstractEventLoop, runs: FrameType | None, since_last_s: float) -> bool:
-        """True if the job has waited for too long. Call it regularly, with the running frame and the time since."""
+        """True if the job has waited for too long. Call it regularly.
+
+        Args:
+            loop: the job's loop, whose clock shows whether it works.
+            runs: the innermost frame of the thread that runs; None if all wait. User code that runs does not wait.
+            since_last_s: real time since the last call.
+        """
         (before, then), (at, now) = self._seen, (self._progress(), loop.time())
         self._seen = at, now
         # A loop clock slower than the real clock shows that the job works, on messages for instance.
@@ -81,11 +87,11 @@ def run_guarded(
 
     Args:
         main: creates the coroutine.
-        turn: tracks which of the loop and its threads runs.
-        limit_s: how long one thread may run without a wait. After `RUN_FACTOR` times as long, `takes_too_long` is
-            called on the loop, with the time that passed.
-        takes_too_long: ends the coroutine, if it can.
-        idle: ends a coroutine that only waits.
+        turn: tracks which thread runs: the loop's, or one of its workers.
+        limit_s: how long one thread may run without a wait; None: without a limit.
+        takes_too_long: called once on the loop if the whole run takes longer than `RUN_FACTOR` times `limit_s`, with
+            the seconds that passed. It should end the coroutine.
+        idle: its `on_limit` is called on the loop if the coroutine only waits. It should end the coroutine.
 
     Raises:
         Stuck: a thread ran for longer than `limit_s`. It is abandoned, as a daemon.

@@ -47,6 +47,7 @@ class OpenCall(CallFuture):
     message: Call  # also of one call of a pull for several epochs
 
     def settle(self, reply: Reply) -> None:
+        """Takes the reply, and calls the listener at once. A refusal fails the call. Ignored if the call is done."""
         if type(reply) is Refusal:
             self.fail(Refused(reply.reason, reply.text))
             return
@@ -63,12 +64,14 @@ class OpenCall(CallFuture):
                 self.get_loop().call_exception_handler(context)
 
     def fail(self, error: TransportError) -> None:
+        """Ends the call with an error, unless it is done."""
         if not self.done():
             self.set_exception(error)
             self.exception()  # so that asyncio does not log it
-            self._notify_soon()
+            self._call_listener_soon()
 
-    def _notify_soon(self) -> None:
+    def _call_listener_soon(self) -> None:
+        """Calls the listener from the event loop, after an error or a cancellation."""
         if (listener := self.listener) is not None:
             self.listener = None
             self.get_loop().call_soon(listener, self)

@@ -59,11 +59,11 @@ def _proof(token: bytes, role: bytes, job: str, dialler: str, listener: str, *ra
 Nonce = Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
 
 
-class _Step(msgspec.Struct, frozen=True, array_like=True):
+class _HelloContent(msgspec.Struct, frozen=True, array_like=True):
     """The base of the contents of HELLO frames. Readers skip fields that a later version adds."""
 
 
-class Open(_Step, frozen=True):
+class Open(_HelloContent, frozen=True):
     """The content of HELLO_OPEN, which a dialler sends first. `probe`: the dialler wants the hello only."""
 
     job: str
@@ -72,20 +72,20 @@ class Open(_Step, frozen=True):
     probe: bool
 
 
-class Challenge(_Step, frozen=True):
+class Challenge(_HelloContent, frozen=True):
     """The content of HELLO_CHALLENGE, the listener's answer to HELLO_OPEN."""
 
     node: str
     nonce: Nonce
 
 
-class Proof(_Step, frozen=True):
+class Proof(_HelloContent, frozen=True):
     """The content of HELLO_PROOF and HELLO_WELCOME: the HMAC-SHA256 of the dialler, and of the listener."""
 
     proof: bytes
 
 
-class Refuse(_Step, frozen=True):
+class Refuse(_HelloContent, frozen=True):
     """The content of HELLO_REFUSE: why its sender closes the connection."""
 
     why: str
@@ -96,7 +96,7 @@ def refusal(why: str) -> bytes:
     return _pack(Refuse(why))
 
 
-S = TypeVar("S", bound=_Step)
+S = TypeVar("S", bound=_HelloContent)
 _pack = msgspec.msgpack.encode
 
 
@@ -150,6 +150,7 @@ class Dialling(_Hello):
         self._expected = Kind.HELLO_CHALLENGE
 
     def open(self) -> Frames:
+        """Returns the first frames of the hello, to be sent before any answer."""
         return [(Kind.HELLO_OPEN, _pack(Open(self._job, self.node, self._nonce, self.probe)))]
 
     def _proof_of(self, role: bytes) -> bytes:

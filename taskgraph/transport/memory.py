@@ -105,6 +105,7 @@ class MemoryNetwork:
         return self._rng.randrange(_MAX_TURNS) if self._rng is not None else 0
 
     async def _delay_delivery(self) -> None:
+        """With a seed, waits for some turns of the event loop, so that messages overtake each other."""
         for _ in range(self._draw_turns()):
             await asyncio.sleep(0)
 

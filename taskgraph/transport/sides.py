@@ -55,7 +55,7 @@ class _PendingCall(OpenCall):
             return False
         self.session.cancelled(self)
         if self.listener is not None:
-            self._notify_soon()
+            self._call_listener_soon()
         return True
 
 

@@ -145,7 +145,7 @@ class _OwnCall(OpenCall):
             return False
         if (reply := self.calls.pop(self, None)) is not None:
             reply.cancel()
-        self._notify_soon()
+        self._call_listener_soon()
         return True
 
 

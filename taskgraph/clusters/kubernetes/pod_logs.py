@@ -52,7 +52,9 @@ async def pod_lines(cluster: Cluster, job: str, node: str | None, *, follow: boo
 
 
 async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Queue[str | None]) -> None:
-    async def read(pod: str, container: str) -> None:
+    """Puts the lines of pods into the queue, also of pods that start later; then None, at the job's end or an error."""
+
+    async def read_pod(pod: str, container: str) -> None:
         try:
             async for line in cluster.log(pod, container, follow=True):
                 await queue.put(line if node else f"{pod}  {line}")
@@ -68,7 +70,7 @@ async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Q
                 for name, (container, starts) in _started(await _pods(cluster, job), node).items():
                     if (name, container, starts) not in known:
                         known.add((name, container, starts))
-                        group.create_task(read(name, container))
+                        group.create_task(read_pod(name, container))
                 if launcher is None or is_over(launcher):
                     break
                 await asyncio.sleep(_LOOK_S)
@@ -90,7 +92,7 @@ async def _pods(cluster: Cluster, job: str) -> list[dict[str, Any]]:
 
 
 def _started(pods: list[dict[str, Any]], node: str | None) -> dict[str, tuple[str, int]]:
-    """Returns the pods that have printed something, perhaps: our container, and how often it was started again."""
+    """Returns pod -> (name of our container, how often it was restarted), for pods that may have printed lines."""
     found = {}
     for pod in pods:
         name, part = pod["metadata"]["name"], pod["metadata"]["labels"]["app.kubernetes.io/component"]

@@ -203,7 +203,10 @@ class Checkpointer:
         return self._leads() and is_open(self._node.keeper.view, stamp)
 
     async def _complete(self, boundary: Stamp, files: tuple[WrittenFile, ...]) -> bool:
-        """Writes staged manifest, pointer and final manifest, and removes old checkpoints. False: try again."""
+        """Writes staged manifest, pointer and final manifest, and removes old checkpoints.
+
+        Returns False if the pointer was not put: try again.
+        """
         node, view, checkpoints = self._node, self._node.keeper.view, self._node.checkpoints
         old = view.checkpoint.record if view.checkpoint is not None else None
         kept = (old.name, *old.before)[: node.settings.checkpoints_kept - 1] if old is not None else ()
@@ -280,7 +283,10 @@ class Checkpointer:
         return False
 
     async def _finish(self, record: CheckpointRecord) -> bool:
-        """Writes the final manifest, for readers that do not know the pointer, and removes old checkpoints."""
+        """Finishes the checkpoint that the pointer names. Returns False if its final manifest could not be written.
+
+        Readers without etcd find the checkpoint by that manifest. Then old checkpoints are removed, if they can be.
+        """
         store = self._node.checkpoints.store
         if not await self._try_work(record.epoch, "its last manifest is not there", lambda: store.finish(record.name)):
             return False

@@ -123,13 +123,17 @@ class LeaderRole:
         """The boundary this leader committed last; the log has all reports before it."""
 
     def gather_by(self, ahead: int) -> None:
-        """Sets how many epochs task 0 may be ahead; the other tasks count as equally far."""
+        """Tells the leader how many epochs task 0 may be ahead; it sets how many epochs make a commit.
+
+        The other tasks count as equally far.
+        """
         self._gathered_by = ahead
         self._leader.gather_by(ahead)
 
     # -- messages of primaries --------------------------------------------------------------------
 
     async def take_report(self, message: Report | Reports) -> Accepted:
+        """Takes a primary's report, once its epoch is `within_reach` of the view."""
         while (taken := self.report_now(message)) is None:
             await self._node.keeper.wait_until_read(partial(within_reach, message.stamp, self._ahead))
         return taken
@@ -156,6 +160,7 @@ class LeaderRole:
         return self._leader.lacks_task_0()
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
+        """Takes a primary's request to restart its epoch, once that is `within_reach` of the view."""
         await self._node.keeper.wait_until_read(partial(within_reach, request.stamp, self._ahead))
         self._begin()
         if self._leader.request_restart(request.stamp, request.why):
@@ -163,7 +168,7 @@ class LeaderRole:
         return self._accepted
 
     async def rows_before(self, stamp: Stamp, own: Mapping[str, float]) -> Rows:
-        """Waits for the numbers that all tasks reported in the epoch before `stamp`.
+        """Returns the numbers that all tasks reported in the epoch before `stamp`, once all are here.
 
         Args:
             own: the numbers that task 0 reported in that epoch.
@@ -196,7 +201,10 @@ class LeaderRole:
     # -- the role ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Leads until cancelled."""
+        """Commits, restarts or fails epochs until cancelled; writes checkpoints and examines stalled epochs beside.
+
+        Raises the first error of any of these.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 if self._node.spec.checkpoint is not None:
@@ -233,12 +241,16 @@ class LeaderRole:
             self._stop_gathering()
 
     async def _look_again(self) -> None:
-        """Wakes the role regularly, since a missing report does not. One asyncio task saves a timer for each wait."""
+        """Wakes the role regularly, until cancelled: a report that does not come wakes nothing.
+
+        One asyncio task does this, so that the waits need no timers.
+        """
         while True:
             await asyncio.sleep(_SETTLE_S)
             self._wake.set()
 
     def _begin(self) -> None:
+        """Begins the epoch of the view, if the leader is at another one."""
         stamp = self._node.keeper.view.stamp
         before = self._leader.stamp
         if stamp is not None and before != stamp:
@@ -567,6 +579,7 @@ class LeaderRole:
         return lines
 
     async def _gather_waits(self, stamp: Stamp) -> dict[int, tuple[Wait, ...]]:
+        """Asks the tasks that block the epoch what they wait for. Leaves out tasks that do not answer."""
         gathered: dict[int, tuple[Wait, ...]] = {}
         limit_s = self._patience[1] if self._patience[0] == stamp else _ASK_S
 
@@ -589,6 +602,7 @@ class LeaderRole:
         return gathered
 
     def _fences(self) -> tuple[Compare, ...]:
+        """Returns what fences a decision to fail the job: this leader's term, the epoch, the last takeover."""
         view = self._node.keeper.view
         epoch = view.epoch.mod_revision if view.epoch else 0
         return (

@@ -314,7 +314,7 @@ class Primary:
     async def _wait_until_moved(self, at: Stamp, work: asyncio.Task[None]) -> None:
         """Waits until the view shows another stamp than `at` or the end of the job, or the work fails."""
         keeper, lanes, moved = self.node.keeper, self._lanes, partial(_moved_on, at)
-        moving = self._moving = keeper.when(moved)
+        moving = self._moving = keeper.begin_wait(moved)
         if work.done():
             self._check_work(work)
         if lanes is not None and lanes.not_done is not None:

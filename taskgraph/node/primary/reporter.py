@@ -190,7 +190,7 @@ class Reporter:
 
     async def _wait_for_work(self, leader: Versioned[PrimaryRecord] | None) -> None:
         """Waits until `run` has something to send, or the leader changed."""
-        other = self._node.keeper.when(partial(_is_other_leader, leader), structure=True)
+        other = self._node.keeper.begin_wait(partial(_is_other_leader, leader), structure=True)
         other.add_done_callback(self._end_wait)
         try:
             await self._wake.wait()

@@ -335,7 +335,7 @@ class Actor:
             try:
                 result = work.result() if work.over else await work.future()
             except asyncio.CancelledError:
-                await self._wait_for_thread(work.future(), where)
+                await self._wait_after_cancel(work.future(), where)
                 raise
             if work.took_s > _BRIEF_S or self._brief.get(where) != _LONG_CALLS:
                 self._note_duration(where, work.took_s)
@@ -394,8 +394,12 @@ class Actor:
         with device.on(self._stream_of(device)):
             return call()
 
-    async def _wait_for_thread(self, future: asyncio.Future[R], where: str) -> None:
-        """Waits for a thread whose caller was cancelled. The turn stays taken until it returns or is abandoned."""
+    async def _wait_after_cancel(self, future: asyncio.Future[R], where: str) -> None:
+        """Waits for the thread of a call that was cancelled, `grace_s` at most. The caller keeps the turn meanwhile.
+
+        Raises:
+            StuckError: the thread did not return in time. It is abandoned.
+        """
         # Retrieves the result, so that asyncio does not log it.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         waiting = asyncio.ensure_future(asyncio.wait([future], timeout=self.grace_s))

@@ -60,8 +60,8 @@ async def test_commit_wakes_waiters_for_the_epoch(job: Job) -> None:
         asked.append(view.revision)
         return 3 in view.primaries
 
-    waiting = job.keeper.when(of_the_structure, structure=True)
-    next_epoch = job.keeper.when(lambda view: view.stamp is not None and view.stamp.epoch == 2)
+    waiting = job.keeper.begin_wait(of_the_structure, structure=True)
+    next_epoch = job.keeper.begin_wait(lambda view: view.stamp is not None and view.stamp.epoch == 2)
     changes, structures, asked_before = job.changes, job.structures, len(asked)
     await job.put_epoch(1)
     assert not next_epoch.done()
@@ -75,7 +75,7 @@ async def test_commit_wakes_waiters_for_the_epoch(job: Job) -> None:
 
 
 async def test_change_beside_a_commit_wakes_all(job: Job) -> None:
-    waiting = job.keeper.when(lambda view: 0 in view.primaries, structure=True)
+    waiting = job.keeper.begin_wait(lambda view: 0 in view.primaries, structure=True)
     structures = job.structures
     keys = job.keeper.view.keys
     await job.put(
@@ -88,7 +88,7 @@ async def test_change_beside_a_commit_wakes_all(job: Job) -> None:
 
 async def test_listing_and_nudge_wake_all(job: Job) -> None:
     beside = False
-    waiting = job.keeper.when(lambda _: beside, structure=True)
+    waiting = job.keeper.begin_wait(lambda _: beside, structure=True)
     await job.keeper.load()
     assert (job.changes, job.structures) == (3, 2)  # two listings; the first epoch by the watch
     assert not waiting.done()
@@ -97,7 +97,7 @@ async def test_listing_and_nudge_wake_all(job: Job) -> None:
     job.keeper.notify_later()
     await waiting
     assert (job.changes, job.structures) == (4, 3)
-    again = job.keeper.when(lambda _: not beside, structure=True)
+    again = job.keeper.begin_wait(lambda _: not beside, structure=True)
     beside = False
     job.keeper.notify_later()
     async with asyncio.timeout(30):
@@ -245,7 +245,7 @@ async def test_cancelled_waiter_is_not_called(job: Job) -> None:
         return False
 
     for structure in (False, True):
-        waiting = job.keeper.when(never, structure=structure)
+        waiting = job.keeper.begin_wait(never, structure=structure)
         stop = job.keeper.on_change(lambda: never(job.keeper.view), structure=structure)
         waiting.cancel()
         stop()
@@ -346,8 +346,8 @@ async def test_commit_notifies_at_once(job: Job, node: Coordinator, monkeypatch:
     monkeypatch.setattr("taskgraph.coordination.viewkeeper._MAX_PAUSE_S", 60.0)
     job.keeper.on_change(look, structure=True)
     keys = job.keeper.view.keys
-    first = job.keeper.when(lambda view: 0 in view.primaries, structure=True)
-    second = job.keeper.when(lambda view: 1 in view.primaries, structure=True)
+    first = job.keeper.begin_wait(lambda view: 0 in view.primaries, structure=True)
+    second = job.keeper.begin_wait(lambda view: 1 in view.primaries, structure=True)
     for task in range(2):
         record = PrimaryRecord(node="n1", term=1, stateful=True)
         await node.txn(Txn(success=(Put(keys.primary(task), record.to_bytes()),)))
@@ -402,7 +402,7 @@ async def test_error_of_a_listener_ends_the_watch(monkeypatch: pytest.MonkeyPatc
             raise AssertionError("a mistake")
         return False
 
-    waiting = keeper.when(breaks if how != "nudged" else lambda view: False)
+    waiting = keeper.begin_wait(breaks if how != "nudged" else lambda view: False)
     if how == "nudged":
         keeper.on_change(lambda: breaks(keeper.view))
         keeper.notify_later()
@@ -428,7 +428,7 @@ async def test_waits_cost_nothing_per_event_key(job: Job, node: Coordinator) -> 
         asked += 1
         return False
 
-    waiting = job.keeper.when(never)
+    waiting = job.keeper.begin_wait(never)
     changes = job.changes
     revisions = [
         (await node.txn(Txn(success=(Put(job.keeper.view.keys.event(str(number)), b"{}"),)))).revision
