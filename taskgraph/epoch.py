@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -46,6 +46,7 @@ __all__ = [
     "ask_service",
     "job_seed",
     "place_text",
+    "reply_future",
     "service_ids",
     "task_ids",
 ]
@@ -63,13 +64,20 @@ class AttemptEnded(BaseException):
 
     Attributes:
         held: True if the code kept the epoch open with `epoch.hold`.
+        late: True if the code computes a piece that another task has computed meanwhile.
     """
 
-    def __init__(self, *, held: bool = False) -> None:
+    def __init__(self, *, held: bool = False, late: bool = False) -> None:
         super().__init__()
         self.held = held
+        self.late = late
 
     def __str__(self) -> str:
+        if self.late:
+            return (
+                "another task has computed this piece, and the epoch went on without this one: its result does not "
+                "count, and its `epoch` can no longer be used. Return when epoch.cancelled is true"
+            )
         if self.held:
             return (
                 "the epoch restarts, or its task goes on elsewhere: what was done in it counts for nothing, and is "
@@ -161,6 +169,16 @@ class Work(Protocol):
     def run_in_thread(self, function: Callable[[], None]) -> Awaitable[None]:
         """Runs code of the framework in a thread, beside the event loop."""
 
+    def run_beside(self, where: str, function: Callable[[], Any]) -> asyncio.Task[None]:
+        """Calls user code beside the coroutine that calls this: in a thread unless it is an `async def`."""
+
+    def leave(self, call: asyncio.Task[None]) -> None:
+        """Leaves a call of `run_beside` behind: it may outlast the epoch."""
+
+    @property
+    def late(self) -> Collection[asyncio.Task[None]]:
+        """The calls of the task that were left behind and have not ended."""
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]: ...
@@ -207,7 +225,10 @@ class Epoch(Collectives):
 
     @property
     def cancelled(self) -> bool:
-        """True if the attempt is over: a long `def` compute should return; its return value is ignored."""
+        """True if the attempt is over: a long `def` compute should return; its return value is ignored.
+
+        In a piece of `epoch.map` also if another task has computed the piece meanwhile, and the epoch went on.
+        """
         return self._work.cancelled
 
     @property
@@ -566,6 +587,13 @@ def ask_service(epoch: Epoch, to: int, method: str, payload: Any = None) -> Repl
     """Calls a handler of a task of a service, as `Epoch.request` does of the user's tasks."""
     epoch._refuse_messages("request")
     return epoch._ask(to, method, payload)
+
+
+def reply_future(reply: Reply) -> asyncio.Future[Encoded]:
+    """Returns a future of an answer as it comes. Nobody need wait for it."""
+    answer = asyncio.wrap_future(reply._future)
+    answer.add_done_callback(_mark_retrieved)
+    return answer
 
 
 class Reply:

@@ -59,7 +59,8 @@ def _dealers(primary: Primary) -> Dealers | None:
 
 def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -> ReplicaStatus:
     view = node.keeper.view
-    running = replica.actor.running
+    late = replica.late_names
+    running = [call for call in replica.actor.running if call.where not in late]
     committed = replica.boundaries.committed
     waits: list[str] = []
     if primary is not None:
@@ -72,6 +73,7 @@ def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -
             for w in next(filter(None, open_waits), ())
             if w.kind in ("item", "reply")
         ]
+    waits += [f"{name!r} still runs; the epoch went on without it" for name in sorted(late)]
     return ReplicaStatus(
         task=replica.task,
         role="primary" if primary else ("backup" if replica.ready else "setup"),

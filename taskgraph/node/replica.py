@@ -111,6 +111,8 @@ class Replica:
         """True if `constant_graph` may become known in this attempt."""
         self.kept_results = KeptResults()
         self.queue_rates: dict[str, Rate] = {}
+        self.late_calls: set[asyncio.Task[None]] = set()
+        """Calls for pieces that outlast their epochs."""
         self._xp = xp
         self.user_task: Task
         """The user's object, and its shape, after `build`."""
@@ -124,6 +126,11 @@ class Replica:
         """False once it is known that another task keeps the shared state."""
         self._promise = (0, 0)
         self._lineage = 0
+
+    @property
+    def late_names(self) -> frozenset[str]:
+        """The names of `late_calls`, as `Actor.running` has them."""
+        return frozenset(call.get_name() for call in self.late_calls)
 
     def follow(self, record: EpochRecord) -> None:
         """Takes in one `epoch` record.

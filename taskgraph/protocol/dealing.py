@@ -317,11 +317,12 @@ class Ledger:
         """Pieces of the first open pass without a holder."""
         return self._open[0].open if self._open else 0
 
-    def next_late(self) -> float | None:
-        """Returns when the next piece will have taken too long; None: there is none."""
-        limit = self._limit()
-        since = [max(dealing.holders.values()) for at in self._open for dealing in at.dealt.values()]
-        return None if limit is None or not since else min(since) + limit
+    def next_late(self, now: float) -> float | None:
+        """Returns when the next piece will have taken too long; None: there is none that has not yet."""
+        if (limit := self._limit()) is None:
+            return None
+        since = (max(dealing.holders.values()) for at in self._open for dealing in at.dealt.values())
+        return min((one + limit for one in since if one + limit >= now), default=None)
 
     def slow(self, now: float) -> list[Slow]:
         """Returns the pieces that take too long, the longest first."""

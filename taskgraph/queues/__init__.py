@@ -17,6 +17,8 @@ counts is what the results' channel brings, and that is committed with the epoch
     dealer     deals the pieces of one epoch (pure)
     worker     what one task has of them: pieces to compute, results (pure)
     pieces     calls user code for one piece; results kept over attempts
+    late       what a piece may do once its epoch has gone on without it
+    computing  the compute of a map
     composing  the processors that a map declares
     service    the task that has the ledger of a named queue
 

@@ -7,50 +7,25 @@ map <tag>       asks the dealer for pieces, computes them, puts its results     
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from taskgraph.epoch import Epoch, QueueState, ask_service, service_ids
-from taskgraph.errors import GraphError, JobError, PieceFailed
+from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.compose import name_of
-from taskgraph.queues.pieces import PieceEpoch, Result, error_lines, result_of
-from taskgraph.queues.plan import DEAL
+from taskgraph.queues.computing import Computing, MapOf
 from taskgraph.queues.queue import service_title
-from taskgraph.queues.worker import Share, Todo
 from taskgraph.results import Failed
-from taskgraph.sources.reading import as_source, content_of
-from taskgraph.tables.client import send_held
+from taskgraph.sources.reading import as_source
 
 if TYPE_CHECKING:
     from taskgraph.channels import Inputs, Outputs
-    from taskgraph.epoch import MapCall, Reply
+    from taskgraph.epoch import MapCall
     from taskgraph.jobs import Job
-    from taskgraph.queues.queue import WorkQueue
 
 __all__ = ["map_pieces", "queue_state"]
-
-
-class _Map(NamedTuple):
-    """One call of `epoch.map`.
-
-    Attributes:
-        queue: the name of the queue; "": the pieces are `values`.
-        dealer: the task that deals.
-    """
-
-    tag: str
-    queue: str
-    values: Sequence[Any]
-    source: WorkQueue | None
-    dealer: int
-    upto: int | None
-    value: Callable[[Epoch, Any], Any]
 
 
 def map_pieces(epoch: Epoch, call: MapCall, job: Job) -> None:
@@ -58,7 +33,7 @@ def map_pieces(epoch: Epoch, call: MapCall, job: Job) -> None:
     work, place = epoch._work, f"{epoch._place()}: map({call.tag!r})"
     it = _checked(epoch, call, job, place)
     everyone, sent, then = tuple(range(work.tasks())), f"{it.tag} pieces", call.then
-    compute = partial(_compute_async if _is_async(it.value) else _compute, it)
+    compute = partial(_compute, it)
     if then is None:  # task 0 waits, since it may be the dealer
         epoch.processor(compute, outbound={sent: 0}, name=f"map {it.tag}", parallel=True)
         if work.task == 0:
@@ -75,7 +50,7 @@ def map_pieces(epoch: Epoch, call: MapCall, job: Job) -> None:
     epoch.processor(last, inbound=results, name=name_of(then))
 
 
-def _checked(epoch: Epoch, call: MapCall, job: Job, place: str) -> _Map:
+def _checked(epoch: Epoch, call: MapCall, job: Job, place: str) -> MapOf:
     """Checks the arguments of a map. Raises GraphError if one is wrong."""
     tag, pieces, value, then, upto = call
     if not callable(value) or not (then is None or callable(then)):
@@ -83,14 +58,14 @@ def _checked(epoch: Epoch, call: MapCall, job: Job, place: str) -> _Map:
     if upto is not None and (not isinstance(upto, int) or upto < 1):
         raise GraphError(f"{place}: upto={upto!r}: a number of pieces, 1 at least; None for all that the pass has left")
     if not isinstance(pieces, str):
-        return _Map(tag, "", as_source(pieces).pieces(), None, 0, upto, value)
+        return MapOf(tag, "", as_source(pieces).pieces(), None, 0, upto, value, _is_async(value))
     source = job.queues.get(pieces)
     if source is None:
         raise GraphError(
             f"{place}: the job has no queue {pieces!r}: name it, tg.Job(queues={{{pieces!r}: tg.WorkQueue(...)}})"
         )
     (dealer,) = service_ids(epoch, service_title(pieces))
-    return _Map(tag, pieces, (), source, dealer, upto, value)
+    return MapOf(tag, pieces, (), source, dealer, upto, value, _is_async(value))
 
 
 def queue_state(epoch: Epoch, name: str) -> QueueState:
@@ -127,159 +102,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(called)
 
 
-# -- the map's own processor --------------------------------------------------------------------------
-
-
-def _compute(it: _Map, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
-    _find_pieces(it)
-    share = Share(epoch._work.kept_results(it.tag), epoch._work.node_name)
-    asked: Reply | None = None
-    while share.last is None:
-        if asked is not None and (asked.done or not share.todo):
-            _take(it, epoch, share, asked.wait())
-            asked = None
-        elif asked is None and share.wants_to_ask(time.perf_counter()):
-            asked = _ask(it, epoch, share)
-        if share.todo:
-            _one(it, epoch, share, share.todo.popleft())
-    for todo in _lacking(share):
-        _one(it, epoch, share, todo, final=True)
-    for reply in _send_on(it, epoch, share):
-        reply.wait()
-    _put(it, share, outs)
-
-
-async def _compute_async(it: _Map, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
-    await asyncio.to_thread(_find_pieces, it)
-    share = Share(epoch._work.kept_results(it.tag), epoch._work.node_name)
-    asked: Reply | None = None
-    while share.last is None:
-        if asked is not None and (asked.done or not share.todo):
-            _take(it, epoch, share, await asked)
-            asked = None
-        elif asked is None and share.wants_to_ask(time.perf_counter()):
-            asked = _ask(it, epoch, share)
-        if share.todo:
-            await _one_async(it, epoch, share, share.todo.popleft())
-    for todo in _lacking(share):
-        await _one_async(it, epoch, share, todo, final=True)
-    for reply in _send_on(it, epoch, share):
-        await reply
-    _put(it, share, outs)
-
-
-def _find_pieces(it: _Map) -> None:
-    """Finds the pieces of a queue, while the dealer does the same: later calls have them."""
-    if it.source is not None:
-        _ = it.source.pieces
-
-
-def _ask(it: _Map, epoch: Epoch, share: Share) -> Reply:
-    asked = share.ask(time.perf_counter())
-    count, digest = (len(it.values), "") if it.source is None else (-1, it.source.digest)
-    of_map = {"map": it.tag, "count": count, "digest": digest, "upto": it.upto}
-    return ask_service(epoch, it.dealer, DEAL, {**asked, **of_map})
-
-
-def _take(it: _Map, epoch: Epoch, share: Share, answer: Mapping[str, Any]) -> None:
-    if (wrong := answer.get("refused")) is not None:
-        raise GraphError(f"{epoch._place()}: {wrong}")
-    if (failed := answer.get("failed")) is not None:
-        _, piece, text, node = failed
-        raise PieceFailed(_failed_text(it, piece, node), piece=piece, node=node, traceback=text)
-    share.take(answer)
-
-
-def _failed_text(it: _Map, piece: int, node: str) -> str:
-    return f"piece {piece} of {it.queue or it.tag!r} failed too often, on {node} the last time"
-
-
-def _one(it: _Map, epoch: Epoch, share: Share, todo: Todo, *, final: bool = False) -> None:
-    began, of_piece = time.perf_counter(), _piece_epoch(it, epoch, todo)
-    try:
-        given, rows = _content(it, of_piece, todo)
-        result = result_of(it.value(of_piece, given), rows, of_piece, _what(it, todo))
-    except (Exception, SystemExit) as error:
-        if final:
-            raise
-        share.fail(todo, error_lines(error), time.perf_counter() - began)
-    else:
-        share.finish(todo.place, result, time.perf_counter() - began, kept=not of_piece.acted)
-
-
-async def _one_async(it: _Map, epoch: Epoch, share: Share, todo: Todo, *, final: bool = False) -> None:
-    began, of_piece = time.perf_counter(), _piece_epoch(it, epoch, todo)
-    try:
-        given, rows = await asyncio.to_thread(_content, it, of_piece, todo)
-        result = result_of(await it.value(of_piece, given), rows, of_piece, _what(it, todo))
-    except (Exception, SystemExit) as error:
-        if final:
-            raise
-        share.fail(todo, error_lines(error), time.perf_counter() - began)
-    else:
-        share.finish(todo.place, result, time.perf_counter() - began, kept=not of_piece.acted)
-
-
-def _what(it: _Map, todo: Todo) -> str:
-    return f"the result of piece {todo.piece} of {it.queue or it.tag!r}"
-
-
-def _piece_epoch(it: _Map, epoch: Epoch, todo: Todo) -> PieceEpoch:
-    of = f"{it.tag}/{epoch.number}" if it.source is None else f"{it.queue}/{todo.pass_number}"
-    return PieceEpoch(epoch._work, epoch._where, f"piece/{of}/{todo.piece}")
-
-
-def _content(it: _Map, epoch: PieceEpoch, todo: Todo) -> tuple[Any, int]:
-    """Returns what user code gets for a piece, and how many rows it has."""
-    if it.source is None:
-        return it.values[todo.piece], 1
-    source, piece = it.source.source, it.source.pieces[todo.piece]
-    given = content_of(source, piece, buffer=it.source.buffer, seed=epoch.seed)
-    return given, 1 if getattr(source, "whole", False) else len(given)
-
-
-def _lacking(share: Share) -> list[Todo]:
-    """Returns the pieces whose results this task sends on, and has lost: of an earlier attempt, in a replay."""
-    assert share.last is not None
-    rows = share.last["results"].tolist()
-    return [Todo(row[0], row[1], row[2], 0) for row in rows if row[0] not in share.results]
-
-
-def _send_on(it: _Map, epoch: Epoch, share: Share) -> list[Reply]:
-    """Sends what is due with the results that count. Returns the replies to wait for."""
-    last = share.last
-    assert last is not None
-    rows: list[tuple[int, int, int]] = last["results"].tolist()
-    found: list[Result] = [share.results[place] for place, *_ in rows]
-    replies: list[Reply] = []
-    for (_, pass_number, piece), result in zip(rows, found, strict=True):
-        if result.pushes:
-            replies += send_held(result.pushes, (it.tag, pass_number, piece))
-    if it.source is not None:
-        counted = [(e, piece, result.rows) for (_, e, piece), result in zip(rows, found, strict=True)]
-        payload = {
-            "done": np.array(counted, np.int64).reshape(len(counted), 3),
-            "aside": [row[1:] for row in last["aside"]],
-        }
-        replies.append(ask_service(epoch, it.dealer, "count", payload))
-    return replies
-
-
-def _put(it: _Map, share: Share, outs: Outputs) -> None:
-    """Puts the results that count, and what all tasks are to know of the queue."""
-    last = share.last
-    assert last is not None
-    places: list[int] = last["results"][:, 0].tolist()
-    outs.put(
-        f"{it.tag} pieces",
-        {
-            "places": np.array(places, np.int64),
-            "results": [share.results[place].decoded() for place in places],
-            "aside": last["aside"],
-            "count": last["count"],
-            "left": [last["queue_over"], last["left"]],
-        },
-    )
+async def _compute(it: MapOf, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+    await Computing(it, epoch).run(outs)
 
 
 # -- the results --------------------------------------------------------------------------------------
@@ -307,15 +131,17 @@ def _nothing(epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
     """The sync point of task 0 if no task wants the results."""
 
 
-def _then(it: _Map, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+def _then(it: MapOf, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
     then(_then_epoch(it, epoch, ins), ins)
 
 
-async def _then_async(it: _Map, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+async def _then_async(
+    it: MapOf, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs
+) -> None:
     await then(_then_epoch(it, epoch, ins), ins)
 
 
-def _then_epoch(it: _Map, epoch: Epoch, ins: Inputs) -> Epoch:
+def _then_epoch(it: MapOf, epoch: Epoch, ins: Inputs) -> Epoch:
     if not it.queue:
         return epoch
     over, left = ins[f"{it.tag} left"]

@@ -2,6 +2,7 @@
 
 An *ask* says what its sender has finished since the last one (or all of it: `whole`), and how many pieces it wants to
 have. The answer says which pieces it has now. Both may come twice, or be lost: the next ask gets the same answer.
+A task whose piece takes long asks only for the end, and gives its other pieces back.
 
     a task asks in a new term     its predecessor died: the pieces and results of that one are open again
     the dealer is another one     it answers `again`, and the task sends all that it has
@@ -77,6 +78,9 @@ class Dealer:
             return {"term": self._term, "failed": [*self._plan.pieces[place], text, node]}
         if not self.ledger.unfinished:
             return self._last_answer(task)
+        if ask["late"]:
+            self._give_back_all_but(task, ask["late"])
+            return None
         mine = self._top_up(task, ask["most"], now)
         if not mine and ask["waits"]:
             return None
@@ -133,6 +137,10 @@ class Dealer:
             mine += [ticket.piece for ticket in self.ledger.deal(holder, wanted, now)]
         self._mine[task] = mine
         return mine
+
+    def _give_back_all_but(self, task: int, places: Sequence[int]) -> None:
+        held = self.ledger.dealt().get(str(task), ())
+        self.ledger.give_back(str(task), [ticket for ticket in held if ticket.piece not in places])
 
     def _last_answer(self, task: int) -> dict[str, Any]:
         aside = []

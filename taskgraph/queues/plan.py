@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 from taskgraph.protocol.dealing import Ledger
 
-__all__ = ["DEAL", "Plan", "plan_of", "plan_of_values"]
+__all__ = ["DEAL", "Plan", "call_name", "plan_of", "plan_of_values"]
 
 DEAL = "taskgraph.deal"
 """The method by which the processors of a map ask their dealer. No handler of a user has such a name, with a dot."""
+
+
+def call_name(processor: str, epoch: int) -> str:
+    """Returns the name of the calls that compute pieces for the processor of a map."""
+    return f"{processor}: pieces of epoch {epoch}"
 
 
 class Plan(NamedTuple):

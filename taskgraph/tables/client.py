@@ -35,7 +35,7 @@ _ROWS_AT_A_TIME = 1 << 16
 class HeldPush:
     """A push of a piece, which is sent once the piece is counted."""
 
-    table: _OpenTable
+    table: str
     ids: Ids
     gradients: Array
 
@@ -64,7 +64,7 @@ class _OpenTable(EpochTable):
         given = as_gradients(gradients, found, self._table.width, self._table.numpy_dtype, what)
         held = self._epoch._held_pushes
         if held is not None:
-            held.append(HeldPush(self, found.copy(), given.copy()))
+            held.append(HeldPush(self._name, found.copy(), given.copy()))
             return
         order = [_COMPUTE, self._epoch._where, self._pushes]
         self._pushes += 1
@@ -171,15 +171,16 @@ def open_table(epoch: Epoch, name: str, job: Job) -> EpochTable:
     return _OpenTable(epoch, name, job.tables[name], job.service(f"table {name}"))
 
 
-def send_held(pushes: Sequence[HeldPush], piece: tuple[str, int, int]) -> list[Reply]:
+def send_held(epoch: Epoch, pushes: Sequence[HeldPush], piece: tuple[str, int, int]) -> list[Reply]:
     """Sends the pushes of a piece that has been counted. Tables with staleness have applied them when all answered.
 
     Args:
+        epoch: of the map.
         piece: the tag of its map, its pass, and its number.
     """
     replies = []
     for number, push in enumerate(pushes):
-        replies += push.table.send([_PIECE, *piece, number], push.ids, push.gradients)
+        replies += cast(_OpenTable, epoch.table(push.table)).send([_PIECE, *piece, number], push.ids, push.gradients)
     return replies
 
 

@@ -221,6 +221,14 @@ class _StandaloneWork:
     def run_in_thread(self, function: Callable[[], None]) -> Awaitable[None]:
         return asyncio.to_thread(function)
 
+    def run_beside(self, where: str, function: Callable[[], Any]) -> NoReturn:
+        raise AssertionError("only maps do this")
+
+    def leave(self, call: asyncio.Task[None]) -> NoReturn:
+        raise AssertionError("only maps do this")
+
+    late = ()
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         before = self.put_values.setdefault(tag, {})
         if before and (consumers is _ANY_TASK or _ANY_TASK[0] in before):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,6 +32,7 @@ from taskgraph.protocol.cycles import HANDLER
 from taskgraph.protocol.messages import Call, Encoded, Reason, Reply, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 from taskgraph.queues.composing import map_pieces, queue_state
+from taskgraph.queues.plan import DEAL, call_name
 from taskgraph.shape import is_stateless
 from taskgraph.tables.client import open_table
 
@@ -428,6 +429,27 @@ class Attempt:
     def run_in_thread(self, function: Callable[[], None]) -> asyncio.Future[None]:
         return self.replica.threads.run(function)
 
+    def run_beside(self, where: str, function: Callable[[], Any]) -> asyncio.Task[None]:
+        call = self._loop.create_task(self._call_beside(where, function), name=where)
+        call.add_done_callback(_retrieve)
+        return call
+
+    async def _call_beside(self, where: str, function: Callable[[], Any]) -> None:
+        actor = self.replica.actor
+        actor.stamp = self.stamp
+        await actor.call(where, function, alone=False, attempt=self)
+
+    def leave(self, call: asyncio.Task[None]) -> None:
+        late, node = self.replica.late_calls, self._primary.node
+        late.add(call)
+        call.add_done_callback(late.discard)
+        node.log.info("task %d goes on without %r, which is late", self.task, call.get_name())
+        node.own(_outlast(call), f"{call.get_name()} of task {self.task}")
+
+    @property
+    def late(self) -> Collection[asyncio.Task[None]]:
+        return self.replica.late_calls
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:
             raise self.end_error()
@@ -588,7 +610,13 @@ class Attempt:
             earlier: the last unfinished processor before this one.
         """
         if self._states[processor.name] == "running":
-            asked = [("reply", to, method) for where, to, method in replies if where == processor.name]
+            pieces = call_name(processor.name, self.number)
+            computes = any(call.where == pieces for call in self.replica.actor.running)
+            asked = [
+                ("reply", to, method)
+                for where, to, method in replies
+                if where == processor.name and not (computes and method == DEAL)
+            ]
             yield from asked or [("running", self.task, processor.name)]
         for tag, producers in processor.inbound.items():
             for producer in producers:
@@ -596,3 +624,19 @@ class Attempt:
                     yield "item", producer, tag
         if earlier is not None and not processor.parallel:
             yield "order", self.task, earlier
+
+
+def _retrieve(call: asyncio.Task[None]) -> None:
+    """Keeps asyncio from logging the error of a call whose caller has ended."""
+    if not call.cancelled():
+        call.exception()
+
+
+async def _outlast(call: asyncio.Task[None]) -> None:
+    """Waits for a call that was left behind; at the node's end, ends it."""
+    try:
+        await asyncio.wait([call])
+    except asyncio.CancelledError:
+        call.cancel()
+        await asyncio.wait([call])
+        raise

@@ -1,6 +1,7 @@
 """The dealers of the maps of one attempt, on the task that deals: task 0, or the service of a named queue.
 
-Asks are no requests with effects, so they are in no sum: what counts is what the results' channels bring.
+Asks are no requests with effects, so they are in no sum: what counts is what the results' channels bring. An ask may
+wait here for long; a newer one of the same task ends that.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Dealers:
     def __init__(self, attempt: DealingAttempt) -> None:
         self._attempt = attempt
         self._dealers: dict[str, tuple[Dealer, int, int | None]] = {}
+        self._newest: dict[tuple[str, int], Request] = {}  # of a map and a task: its ask that is not answered
         self._waiting: list[asyncio.Future[None]] = []
 
     async def answer(self, message: Request) -> dict[str, Any]:
@@ -60,19 +62,27 @@ class Dealers:
         if (count, upto) != (ask["count"], ask["upto"]):
             return {"refused": _differs(ask, count, upto)}
         rate, rows = attempt.replica.queue_rates.setdefault(ask["map"], Rate()), dealer.rows
-        news = len(ask["finished"]) or ask["failed"] or ask["whole"]
-        while True:
-            found = dealer.answer(message.sender, message.sender_term, ask, loop.time())
-            if news:
-                rate.add(loop.time(), dealer.rows - rows)
-                self._wake()
-                news = False
-            if found is not None:
-                return found
-            late = dealer.ledger.next_late()
-            await self._wait(_WAIT_S if late is None else min(_WAIT_S, max(0.0, late - loop.time()) + 0.001))
-            if attempt.cancelled:
-                raise Refused(Reason.ATTEMPT_GONE, "the attempt is over")
+        of = ask["map"], message.sender
+        news = len(ask["finished"]) or ask["failed"] or ask["whole"] or ask["late"] or of in self._newest
+        self._newest[of] = message
+        try:
+            while True:
+                found = dealer.answer(message.sender, message.sender_term, ask, loop.time())
+                if news:
+                    rate.add(loop.time(), dealer.rows - rows)
+                    self._wake()
+                    news = False
+                if found is not None:
+                    return found
+                late = dealer.ledger.next_late(loop.time())
+                await self._wait(_WAIT_S if late is None else min(_WAIT_S, late - loop.time() + 0.001))
+                if attempt.cancelled:
+                    raise Refused(Reason.ATTEMPT_GONE, "the attempt is over")
+                if self._newest.get(of) is not message:
+                    return {"term": attempt.term, "again": True}
+        finally:
+            if self._newest.get(of) is message:
+                del self._newest[of]
 
     def _dealer(self, ask: dict[str, Any]) -> Dealer:
         attempt = self._attempt

@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from taskgraph.channels import Inputs, Outputs
 from taskgraph.epoch import AttemptEnded, Epoch, MapCall, QueueState, Scratch, place_text
 from taskgraph.errors import StateError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
-from taskgraph.graph.values import encode
+from taskgraph.graph.values import decode, encode
 from taskgraph.node.epochs.differing import Digests, attributes_of, changed_names, read_values, state_of
 from taskgraph.node.epochs.recording import RecordedReply, Recording, RequestKind, Step
 from taskgraph.node.replica import Replica
@@ -260,6 +261,14 @@ class Replay:
     def run_in_thread(self, function: Callable[[], None]) -> asyncio.Future[None]:
         return self.fresh.threads.run(function)
 
+    def run_beside(self, where: str, function: Callable[[], Any]) -> asyncio.Task[None]:
+        return asyncio.create_task(self.fresh.actor.call(where, function, alone=False))
+
+    def leave(self, call: asyncio.Task[None]) -> None:
+        raise AssertionError("no other task computes pieces in a replay")
+
+    late = ()
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         self.digests |= {(tag, consumer): value.digest for consumer in consumers}
 
@@ -269,7 +278,8 @@ class Replay:
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
         future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
         if method == DEAL:  # who computes what differs each time: the last answer says what counts of this task
-            future.set_result(self._replies[(where, to, method)][-1].value)
+            answers = reversed(self._replies[(where, to, method)])
+            future.set_result(next(answer.value for answer in answers if decode(answer.value).get("over")))
             return future
         with self._lock:
             self._requests[((where, to, method), value.digest)] += 1

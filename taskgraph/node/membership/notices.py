@@ -88,16 +88,13 @@ class Notices:
         limit = self._node.settings.slow_compute_s
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
-            current = {
-                (r.task, running.where, running.since)
-                for r in self._roles.replicas.values()
-                for running in r.actor.running
-            }
+            replicas = self._roles.replicas
+            current = {(r.task, call.where, call.since) for r in replicas.values() for call in r.actor.running}
             emitted &= current
             for task, where, since in sorted(current - emitted):
                 if self._node.now() - since > limit:
                     emitted.add((task, where, since))
-                    self._node.events.emit(
-                        "slow", f"task {task}: {where!r} runs for {self._node.now() - since:.0f} s", task=task
-                    )
+                    late = "; the epoch went on without it" if where in replicas[task].late_names else ""
+                    text = f"task {task}: {where!r} runs for {self._node.now() - since:.0f} s{late}"
+                    self._node.events.emit("slow", text, task=task)
             self._emit_unreachable()

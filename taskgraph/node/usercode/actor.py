@@ -195,7 +195,7 @@ class Actor:
             if attempt is None or not attempt.cancelled:
                 raise self._stale_epoch_error(where, stamp, ended) from None
             raise
-        except StuckError:
+        except (StuckError, UserCodeError):  # of a call that `function` made
             raise
         except CancelledByUserCode as itself:
             await uncancel_caller(itself)

@@ -209,7 +209,7 @@ def test_plan_of_an_endless_queue_is_the_rest_of_a_pass() -> None:
 
 def asked(**changes: Any) -> dict[str, Any]:
     nothing = {"known": 1, "whole": True, "finished": np.zeros((0, 2), np.int64), "failed": [], "most": 1}
-    return {**nothing, "waits": True, **changes}
+    return {**nothing, "late": [], "waits": True, **changes}
 
 
 def test_strange_pieces_in_an_ask_change_nothing() -> None:

@@ -1,0 +1,153 @@
+"""Stragglers of `epoch.map`: an epoch goes on without a piece that another task has computed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+
+PIECES = 40
+SLOW = 17
+
+
+class Sums(tg.Task, state=["sums"]):
+    """Maps numbers, one of which the first task that has it cannot compute for a long time."""
+
+    epochs = 5
+
+    def setup(self) -> None:
+        self.sums: list[int] = []
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.map("work", range(PIECES), self.work, self.keep)
+        epoch.processor(self.pull, outbound={"pushed": self.task_id})
+        epoch.processor(self.report, inbound={"pushed": self.task_id})
+
+    async def work(self, epoch: tg.Epoch, piece: int) -> int:
+        raise NotImplementedError
+
+    def keep(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
+        self.sums.append(sum(ins["work"]))
+
+    def pull(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("pushed", float(epoch.table("pushed").pull([0])[0, 0]))
+
+    def report(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.report(pushed=ins["pushed"])
+
+    def result(self) -> list[int]:
+        return self.sums
+
+
+def job(builder: type[Sums], tasks: int = 3) -> tg.Job:
+    tables = {"pushed": tg.Table(1, init="zeros", lr=1.0, servers=1)}
+    return tg.Job(tasks=tasks, epochs=builder.epochs, builder=builder, tables=tables)
+
+
+def push(epoch: tg.Epoch) -> None:
+    epoch.table("pushed").push([0], -np.ones((1, 1), np.float32))
+
+
+def check(found: tg.JobResult[Any], builder: type[Sums]) -> None:
+    assert set(map(tuple, found.values.values())) == {(sum(range(PIECES)),) * builder.epochs}
+    assert [report.numbers["pushed"] for report in found.reports] == [PIECES * n for n in range(builder.epochs)]
+
+
+class Coroutines(Sums):
+    """Piece 17 takes 1000 s for the first task that has it in epoch 1, the others 10 ms."""
+
+    first: tg.Epoch | None = None
+    cancelled = False
+    ended_at = 0.0
+
+    async def work(self, epoch: tg.Epoch, piece: int) -> int:
+        push(epoch)
+        await asyncio.sleep(0.01)
+        if piece == SLOW and epoch.number == 1 and Coroutines.first is None:
+            Coroutines.first = epoch
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                Coroutines.cancelled = epoch.cancelled
+                with pytest.raises(BaseException, match="another task has computed this piece"):
+                    epoch.request(0, "none")
+                raise
+        return piece
+
+    async def keep(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:  # type: ignore[override]
+        super().keep(epoch, ins)
+        Coroutines.ended_at = asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [{}, {(2, 2): "processor"}, *(pytest.param({(task, 1): "sync"}, marks=pytest.mark.slow) for task in range(3))],
+)
+def test_a_late_coroutine_is_cancelled(kills: dict[tuple[int, int], str]) -> None:
+    Coroutines.first, Coroutines.cancelled = None, False
+    check(tg.testing.run(job(Coroutines), kills=kills), Coroutines)
+    assert Coroutines.cancelled
+    assert Coroutines.ended_at < 100
+
+
+class Long(Coroutines):
+    epochs = 1
+
+    async def work(self, epoch: tg.Epoch, piece: int) -> int:
+        push(epoch)
+        await asyncio.sleep(1)
+        return piece
+
+
+def test_long_pieces_follow_one_another_at_once() -> None:
+    """A task that computes a long piece has asked for the end; its next ask does not wait behind that one."""
+    check(tg.testing.run(job(Long, tasks=1), strict=False), Long)
+    assert PIECES <= Long.ended_at < PIECES + 2
+
+
+class Threads(Sums):
+    """Piece 17 waits in a thread, for the first task that has it in epoch 1, until a later epoch lets it go on."""
+
+    epochs = 6
+    slow_task: int | None = None
+    said: ClassVar[list[str]] = []
+    epochs_of: ClassVar[list[tuple[int, int]]] = []
+    go_on = threading.Event()
+    ended = threading.Event()
+
+    def work(self, epoch: tg.Epoch, piece: int) -> int:  # type: ignore[override]
+        push(epoch)
+        self.epochs_of.append((self.task_id, epoch.number))
+        if piece == SLOW and epoch.number == 1 and Threads.slow_task is None:
+            Threads.slow_task = self.task_id
+            before = epoch.cancelled
+            assert self.go_on.wait(30)
+            self.said += [str(before), str(epoch.cancelled)]
+            for use in (lambda: push(epoch), lambda: epoch.request(0, "none"), lambda: epoch.report(sum=1)):
+                try:
+                    use()
+                except BaseException as error:
+                    self.said.append(str(error))
+            self.ended.set()
+            raise ValueError("an error of a late piece is none")
+        return piece
+
+    def keep(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
+        super().keep(epoch, ins)
+        if epoch.number == 3:
+            self.go_on.set()
+            assert self.ended.wait(30)
+
+
+def test_a_late_thread_runs_on_beside_the_epochs() -> None:
+    check(tg.run(job(Threads), nodes=0), Threads)
+    before, now, *errors = Threads.said
+    assert (before, now) == ("False", "True")
+    assert len(errors) == 3 and all("another task has computed this piece" in error for error in errors)
+    of_slow = {number for task, number in Threads.epochs_of if task == Threads.slow_task}
+    assert {0, 1, 5} <= of_slow and not {2, 3} & of_slow, "it takes no pieces while its thread runs"
