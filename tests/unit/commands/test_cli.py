@@ -246,9 +246,9 @@ def test_new_job_writes_token_file(apart: Path) -> None:
     assert token_of(options("--token-file", "new")) == made.token
     again = token_for(options("--token-file", "new"))
     assert again is not None and again.token == made.token and not again.written
-    again.forget()
+    again.discard()
     assert (apart / "new").exists(), "it is somebody else's"
-    made.forget()
+    made.discard()
     assert not (apart / "new").exists()
     other = token_for(options(), Path("job.token"))
     assert other is not None and other.written
