@@ -26,6 +26,7 @@ from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, counted, fit_screen, kept_json, status_json
+from taskgraph.observe.queues_text import set_aside_text
 from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
 from taskgraph.observe.status_text import StatusData, no_node_text, status_text
@@ -33,7 +34,7 @@ from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done
 
-__all__ = ["events", "print_event", "print_values", "result", "status", "statuses_of"]
+__all__ = ["events", "print_event", "print_values", "result", "show_again", "status", "statuses_of"]
 
 _WATCH_S = 1.0
 _COMMITS = 100
@@ -105,16 +106,25 @@ async def _status(options: argparse.Namespace) -> int:
                 text = status_text(await _picture(reached, view, statuses, etcd_s), shown) + _warning(reached)
                 if view.running:
                     text = "\n".join([text, *map(one_line, await waiting(reached.name))])
-            if options.watch and not options.json and takes_codes(sys.stdout):
-                size = shutil.get_terminal_size()
-                text = fit_screen(text, size.columns, size.lines - 1)  # the cursor takes the last line
-                print("\x1b[H\x1b[2J", end="")
-            print(text, flush=True)
+            show_again(text, on_screen=options.watch and not options.json)
             if not options.watch or not keeper.view.running:
                 return 0
             await asyncio.sleep(_WATCH_S)
     _print_finished(reached.name, kept, as_json=options.json)
     return 0
+
+
+def show_again(text: str, *, on_screen: bool) -> None:
+    """Prints a text: on a terminal in place of the one before.
+
+    Args:
+        on_screen: False: each text has lines of its own, as in a pipe.
+    """
+    if on_screen and takes_codes(sys.stdout):
+        size = shutil.get_terminal_size()
+        text = fit_screen(text, size.columns, size.lines - 1)  # the cursor takes the last line
+        print("\x1b[H\x1b[2J", end="")
+    print(text, flush=True)
 
 
 def _tasks_of(options: argparse.Namespace, tasks: int) -> Sequence[int]:
@@ -286,8 +296,9 @@ def print_values(found: dict[str, Any], *, as_json: bool) -> None:
         from taskgraph.observe.values_text import values_text
 
         print(values_text({int(task): value for task, value in found["values"].items()}))
-    for queue, pieces in found.get("set_aside", {}).items():
-        print(f"{counted(len(pieces), 'piece')} of queue {queue!r} set aside; --json names them", file=sys.stderr)
+    aside = {name: [one["piece"] for one in pieces] for name, pieces in found.get("set_aside", {}).items()}
+    if text := set_aside_text(aside):
+        print(text, file=sys.stderr)
     if left_out := found.get("left_out"):
         print(left_out, file=sys.stderr)
 

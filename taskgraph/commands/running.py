@@ -36,6 +36,7 @@ from taskgraph.launch.supervise import Hooks
 from taskgraph.network.listening import Listening
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import counted, kept_json
+from taskgraph.observe.queues_text import set_aside_text
 from taskgraph.observe.screen import say
 from taskgraph.observe.values_text import values_text
 from taskgraph.protocol.records import State
@@ -207,3 +208,5 @@ def print_result(result: JobResult, *, as_json: bool, kept: bool, failures: int 
     if result.restarts:
         words.append(counted(result.restarts, "restart"))
     print(f"job {result.name}: {', '.join(words)}", file=sys.stderr)
+    if text := set_aside_text({name: [one.piece for one in some] for name, some in result.set_aside.items()}):
+        print(text, file=sys.stderr)

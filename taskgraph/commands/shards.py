@@ -9,7 +9,7 @@ import json
 import uvloop
 
 from taskgraph.commands.common import reach
-from taskgraph.commands.looking import statuses_of
+from taskgraph.commands.looking import show_again, statuses_of
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.observe.queues_text import merged, shards_json, shards_text
 from taskgraph.observe.status import NodeStatus
@@ -34,7 +34,8 @@ async def _shards(options: argparse.Namespace) -> int:
             if options.json:
                 print(json.dumps({"job": reached.name, "queues": shards_json(queues)}), flush=True)
             else:
-                print(shards_text(queues) or f"job {reached.name!r} computes no pieces at the moment", flush=True)
+                text = shards_text(queues) or f"job {reached.name!r} computes no pieces at the moment"
+                show_again(text, on_screen=options.watch)
             if not options.watch or not keeper.view.running:
                 return 0
             await asyncio.sleep(_WATCH_S)

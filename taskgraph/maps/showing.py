@@ -21,7 +21,7 @@ _REFRESH_S: Final = 0.1
 _LINE_S: Final = 5.0
 """Time between two lines in a pipe."""
 _WINDOW_S: Final = 10.0
-"""The rate is that of the last seconds."""
+"""The rate is that of the last seconds in which pieces were computed."""
 _NAME: Final = 10
 _SHOWN: Final = ("gone", "lost", "failover", "returned", "excluded", "no memory")
 """Events that are lines of their own."""
@@ -89,6 +89,8 @@ class MapProgress:
         if not self.on or now - self._shown_at < (_REFRESH_S if self._live else _LINE_S):
             return
         self._shown_at = now
+        if self._done == self._times[-1][1] and len(self._times) == 1:
+            self._times.clear()  # nodes start: the rate begins with the first piece
         self._times.append((now, self._done))
         while self._times[0][0] < now - _WINDOW_S:
             self._times.popleft()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from taskgraph.observe.format import counted, table
 from taskgraph.observe.queues import QueueStatus
 from taskgraph.protocol.dealing import PassCounts
 
-__all__ = ["merged", "shards_json", "shards_text"]
+__all__ = ["merged", "set_aside_text", "shards_json", "shards_text"]
+
+_NAMED: Final = 10
+"""Pieces set aside that a line names, at most."""
 
 
 def shards_text(queues: Sequence[QueueStatus]) -> str:
@@ -58,3 +61,16 @@ def merged(found: Iterable[QueueStatus]) -> list[QueueStatus]:
 def _progress(queue: QueueStatus) -> tuple[int, int, int]:
     last = queue.counts[-1] if queue.counts else PassCounts(-1, 0, 0, 0, 0, 0)
     return last.pass_number, last.done + last.set_aside, last.dealt
+
+
+def set_aside_text(found: Mapping[str, Sequence[int]]) -> str:
+    """Returns a line for each queue that has set pieces aside; "": none has.
+
+    Args:
+        found: name of the queue -> the numbers of the pieces.
+    """
+    lines = []
+    for name, pieces in found.items():
+        numbers = ", ".join(map(str, pieces[:_NAMED])) + ", ..." * (len(pieces) > _NAMED)
+        lines.append(f"{counted(len(pieces), 'piece')} of {name} set aside: {numbers}; --json has the errors")
+    return "\n".join(lines)

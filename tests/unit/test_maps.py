@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 import random
 import sys
@@ -17,7 +18,7 @@ import taskgraph as tg
 from taskgraph.graph.values import decode, encode
 from taskgraph.maps.functions import find, reference
 from taskgraph.maps.records import Kind, Record, RecordReader, RecordWriter, packed
-from taskgraph.maps.showing import progress_text
+from taskgraph.maps.showing import MapProgress, progress_text
 
 
 @pytest.fixture(autouse=True)
@@ -245,3 +246,14 @@ def test_progress_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     tg.map(odd, [1, 2, 3], nodes=0, on_error="set aside", progress=True, name="odd")
     line = capsys.readouterr().err
     assert line.startswith("odd  2/3  66%") and line.endswith("1 failed: 1 ValueError\n")
+
+
+def test_the_rate_leaves_out_the_start_of_nodes() -> None:
+    out, now = io.StringIO(), [0.0]
+    shown = MapProgress("squares", 100, 0, True, out=out, clock=lambda: now[0])
+    for second in range(30):
+        now[0] = float(second)
+        for number in range(10 * (second > 20)):
+            shown.done(number)
+        shown.tick([])
+    assert out.getvalue().splitlines()[-1].startswith("squares  50/100  50%  10 pieces/s  0:05 left")

@@ -677,6 +677,27 @@ def test_json_of_failed_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "no end"
 
 
+class Refuses(tg.Task):
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.map("rows", "rows", self.half)
+
+    def half(self, epoch: tg.Epoch, row: int) -> int:
+        if row % 2:
+            raise ValueError("odd")
+        return row // 2
+
+
+@tg.job
+def refuses() -> tg.Job:
+    queue = tg.WorkQueue(range(5), attempts=1, on_error="set aside")
+    return tg.Job(tasks=1, epochs=1, builder=Refuses, queues={"rows": queue})
+
+
+def test_run_names_pieces_set_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--nodes", "0"], refuses) == 0
+    assert "2 pieces of rows set aside: 1, 3; --json has the errors" in capsys.readouterr().err
+
+
 def test_token_outlives_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     killed = gone("fit", embedded=False)
     Runtime().put(killed)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from taskgraph.observe.queues import QueueStatus, Rate
-from taskgraph.observe.queues_text import merged, shards_json, shards_text
+from taskgraph.observe.queues_text import merged, set_aside_text, shards_json, shards_text
 from taskgraph.protocol.dealing import Ledger
 
 
@@ -49,3 +49,9 @@ def test_each_queue_is_shown_once_as_the_furthest_node_knows_it() -> None:
     (plain,) = json.loads(json.dumps(shards_json([found])))
     assert plain["counts"] == [{"pass_number": 0, "done": 1, "dealt": 1, "open": 1, "set_aside": 0, "rows": 5}]
     assert plain["slow"][0]["holder"] == "task 1"
+
+
+def test_pieces_set_aside_are_named() -> None:
+    assert set_aside_text({}) == ""
+    assert set_aside_text({"rows": [3, 17]}) == "2 pieces of rows set aside: 3, 17; --json has the errors"
+    assert "12 pieces of rows set aside: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...;" in set_aside_text({"rows": [*range(12)]})
