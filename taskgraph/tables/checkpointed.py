@@ -63,6 +63,8 @@ def _newest(kept: Checkpoints) -> Name:
         names, found = kept.complete(), kept.listed()
     except OSError as error:
         raise CheckpointError(f"{kept} cannot be read: {error}") from error
+    if not names and any(map(Name.parse, found)):
+        raise CheckpointError(f"{kept} has no complete checkpoint yet: none of {', '.join(found)} has a manifest.json")
     if not names:
         raise CheckpointError(
             f"{kept} has no complete checkpoint; there is: {', '.join(found) or 'nothing'}. Give the folder of a job, "

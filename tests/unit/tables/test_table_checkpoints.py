@@ -198,5 +198,8 @@ def test_what_cannot_be_read_from_a_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(tg.CheckpointError, match=r"is no complete checkpoint: it has no manifest\.json"):
         tg.read_table(str(newest), "users")
     pandas.testing.assert_frame_equal(tg.read_table(url, "users"), tg.read_table(str(before), "users"))
+    shutil.copytree(newest, tmp_path / "begun" / newest.name)
+    with pytest.raises(tg.CheckpointError, match=rf"no complete checkpoint yet: none of {newest.name} has a manifest"):
+        tg.read_table(str(tmp_path / "begun"), "users")
     moved = shutil.copytree(before, tmp_path / "kept" / before.name)
     pandas.testing.assert_frame_equal(tg.read_table(str(moved), "users"), tg.read_table(str(before), "users"))
