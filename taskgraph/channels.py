@@ -5,7 +5,7 @@ Like `Epoch`, these classes check the calls of user code, from the event loop an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from itertools import repeat
 from typing import Any, Final, TypeVar, overload
 
@@ -116,7 +116,7 @@ class Inputs:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all values. For the framework."""
+        """The bytes of all values that the processor waited for. For the framework."""
         return sum([self._items[channel].size_bytes for channel in self._processor.takes if channel in self._items])
 
     def encoded(self, tag: str, producer: int) -> Encoded:
@@ -125,6 +125,10 @@ class Inputs:
             return self._items[tag, producer]
         except KeyError:
             raise self._epoch_over() from None
+
+    def fetch(self, tag: str) -> Awaitable[None]:
+        """Pulls the items of an optional channel, and waits until all have arrived. For the framework."""
+        return self._work.fetch(tuple([(tag, producer) for producer in self._inbound[tag]]))
 
     def _decode(self, encoded: Encoded) -> Any:
         value = decode(encoded, device=self._work.device)

@@ -179,6 +179,9 @@ class Work(Protocol):
     def late(self) -> Collection[asyncio.Task[None]]:
         """The calls of the task that were left behind and have not ended."""
 
+    def fetch(self, channels: tuple[tuple[str, int], ...]) -> Awaitable[None]:
+        """Pulls the items of optional channels, each a (tag, producer), and waits until all have arrived."""
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]: ...

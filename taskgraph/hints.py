@@ -16,7 +16,7 @@ from taskgraph.errors import kind_of, message_text
 __all__ = ["hint"]
 
 _NAMES: Final = {Epoch: "epoch", Hold: "hold", Inputs: "ins", Outputs: "outs", Reply: "reply"}
-_INTERNAL: Final = frozenset({"close", "encoded", "filled", "given", "put_encoded", "size_bytes", "work"})
+_INTERNAL: Final = frozenset({"close", "encoded", "fetch", "filled", "given", "put_encoded", "size_bytes", "work"})
 """Methods that only the framework calls."""
 _FORMS: Final = {
     "Epoch.processor": "epoch.processor(self.add, inbound={'theta': 'parents'}, outbound={'grad': 'parents'})",

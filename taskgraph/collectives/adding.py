@@ -35,6 +35,7 @@ __all__ = [
     "add_along_tree",
     "add_two",
     "check_alike",
+    "is_layout",
     "join",
     "pack",
     "partial_of",
@@ -198,10 +199,15 @@ def add_along_tree(partials: Sequence[Partial], op: str, allocate: Allocate) -> 
     return add(Span(0, len(partials)))
 
 
-def slices(partial: Partial, count: int, allocate: Allocate) -> list[Sums]:
-    """Cuts a contribution into ranges of its elements, each with the layout of all. Copies a task's own array."""
-    whole = partial if isinstance(partial, Sums) else Sums.of(partial, allocate=allocate)
+def slices(partial: Partial, count: int) -> list[Sums]:
+    """Cuts a contribution into ranges of its elements, each with the layout of all; no copies."""
+    whole = _as_sums(partial)
     return [whole.slice(index, count) for index in range(count)]
+
+
+def is_layout(partial: Partial) -> bool:
+    """True for the layout of a value that has elements, without these."""
+    return isinstance(partial, Sums) and not partial.arrays and any(element_counts(partial.layout))
 
 
 def join(parts: Sequence[Partial], allocate: Allocate) -> Sums:

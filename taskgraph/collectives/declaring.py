@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, get_args
 
-from taskgraph.collectives.plan import Op, Place, Via, place
+from taskgraph.collectives.plan import Op, Place, Via, place, slices_from
 from taskgraph.collectives.ports import Work
-from taskgraph.collectives.steps import AddChildren, AddShares, AddSlices, Drop, Join, Relay, nothing
+from taskgraph.collectives.steps import AddChildren, AddShares, Drop, Finish, Relay, nothing
 from taskgraph.collectives.values import CutAndPut, Put, PutEach, PutPartial, PutSlices, Then
 from taskgraph.errors import GraphError
 from taskgraph.graph.compose import RELAY, UNNAMED, Composition, Wrapper, name_of
@@ -29,8 +29,7 @@ _cut_and_put = lru_cache(_KEPT)(CutAndPut)
 _relay = lru_cache(_KEPT)(Relay)
 _add_children = lru_cache(_KEPT)(AddChildren)
 _add_shares = lru_cache(_KEPT)(AddShares)
-_add_slices = lru_cache(_KEPT)(AddSlices)
-_join = lru_cache(_KEPT)(Join)
+_finish = lru_cache(_KEPT)(Finish)
 
 
 Declare = Callable[[Value, Mapping[str, Any], Mapping[str, Any], str, bool, Wrapper], None]
@@ -81,21 +80,25 @@ class Group:
         self._check_choice("op", op, get_args(Op))
         self._check_choice("via", via, get_args(Via))
         members, me, tag = self._members, self._me, self._tag
-        if len(members) == 1 or via != "ring":
-            at = place(members, self._root, me)
-            self._add_up(value, op, at, shared=True)
+        at, large = place(members, self._root, me), slices_from(via, len(members))
+        parent = me if at.parent is None else at.parent
+        if large is None:
+            self._add_up(value, op, at, tag, shared=True)
             self._hand_down(at)
-            self._finish(then, (me if at.parent is None else at.parent,))
+            self._finish(then, (parent,))
             return
-        slices, sums = f"{self._key}, {op} via ring, slices", f"{self._key}, {op} via ring, sums"
-        self._value(value, _put_slices(self._what, op, slices, members), {slices: members})
-        self._internal("add", _add_slices(self._what, op, slices, members, sums), {slices: members}, {sums: members})
-        self._internal("join", _join(self._what, op, sums, members, tag), {sums: members}, {tag: (me,)})
+        key = f"{self._key}, {op} via {via}"
+        slices, sums, down = f"{key}, slices", f"{key}, sums", f"{key}, down"
+        self._add_up(value, op, at, down, shared=True, sliced=(slices, large))
+        relays = bool(at.children) and at.parent is not None
+        outbound = {tag: (me,), sums: members} | ({down: _tasks(at)} if relays else {})
+        step = _finish(self._what, op, down, parent, relays, slices, sums, members, tag)
+        self._internal("finish", step, {down: (parent,), slices: members, sums: members}, outbound)
         self._finish(then, (me,))
 
     def reduce(self, value: Value, then: Value | None, op: Op) -> None:
         self._check_choice("op", op, get_args(Op))
-        self._add_up(value, op, place(self._members, self._root, self._me), shared=False)
+        self._add_up(value, op, place(self._members, self._root, self._me), self._tag, shared=False)
         self._finish(then, (self._me,) if self._is_root else ())
 
     def broadcast(self, value: Value, then: Value | None) -> None:
@@ -136,22 +139,30 @@ class Group:
     def _is_root(self) -> bool:
         return self._me == self._root
 
-    def _add_up(self, value: Value, op: Op, at: Place, *, shared: bool) -> None:
+    def _add_up(
+        self, value: Value, op: Op, at: Place, to: str, *, shared: bool, sliced: tuple[str, int] | None = None
+    ) -> None:
         """Declares the processors that add up along the tree.
 
         Args:
+            to: the tag of the result.
             shared: the root's children get the result, too.
+            sliced: the tag of the slices of large values, and the size in bytes from which on a value is large.
         """
-        what, me, tag = self._what, self._me, self._tag
-        own, up = f"{self._key}, {op} to {self._root}, own", f"{self._key}, {op} to {self._root}, up"
-        if not at.children:
-            to, whom = (tag, me) if at.parent is None else (up, at.parent)
-            self._value(value, _put_partial(what, op, to, at.parent is None), {to: (whom,)})
-            return
-        self._value(value, _put_partial(what, op, own, False), {own: (me,)})
-        outbound = {up: (at.parent,)} if at.parent is not None else {tag: (me, *_tasks(at)) if shared else (me,)}
-        add = _add_children(what, op, own, up, at.children, next(iter(outbound)), at.parent is None)
-        self._internal("add", add, {own: (me,), up: tuple([child.member for child in at.children])}, outbound)
+        what, me, members = self._what, self._me, self._members
+        key = f"{self._key}, {op} to {self._root}" if sliced is None else f"{to}, to {self._root}"
+        own, up = f"{key}, own", f"{key}, up"
+        outbound = {up: (at.parent,)} if at.parent is not None else {to: (me, *_tasks(at)) if shared else (me,)}
+        puts: Mapping[str, Any] = {own: (me,)} if at.children else outbound
+        first = next(iter(puts))
+        if sliced is None:
+            self._value(value, _put_partial(what, op, first, first == to), puts)
+        else:
+            slices, large = sliced
+            self._value(value, _put_slices(what, op, first, slices, members, large), {**puts, slices: members})
+        if at.children:
+            add = _add_children(what, op, own, up, at.children, next(iter(outbound)), at.parent is None)
+            self._internal("add", add, {own: (me,), up: tuple([child.member for child in at.children])}, outbound)
 
     def _hand_down(self, at: Place) -> None:
         """Declares the processor that passes a value from the parent on to the children."""

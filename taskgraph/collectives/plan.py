@@ -9,19 +9,33 @@ of its largest span to its *parent*, the head of the span above:
               01  23  45
 
 What is handed down takes the same ways back.
+
+An allreduce of a large value sends no more than its layout along the tree. Then all members exchange slices: each adds
+up one slice of all values, and sends the sum to all. How large a value must be depends on what all members know alike:
+the size of the value, which is the same on all of them, and how many members there are.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from taskgraph.protocol.elastic.tree import Span, halves
 
-__all__ = ["Child", "Op", "Place", "Via", "place"]
+__all__ = ["SLICES_FROM_BYTES", "Child", "Op", "Place", "Via", "place", "slices_from"]
 
 Op = Literal["sum", "mean", "min", "max"]
 Via = Literal["auto", "tree", "ring"]
+
+SLICES_FROM_BYTES: Final = 1 << 20
+"""With `via="auto"` larger values are sliced: measured, see docs/performance.md."""
+
+
+def slices_from(via: Via, members: int) -> int | None:
+    """Returns the size, in bytes, from which on values are sliced; None: none are."""
+    if members == 1 or via == "tree":
+        return None
+    return 0 if via == "ring" else SLICES_FROM_BYTES
 
 
 class Child(NamedTuple):

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from taskgraph.collectives import adding
 from taskgraph.collectives.plan import Op
 from taskgraph.collectives.ports import Ins, Outs
 from taskgraph.collectives.values import place
 from taskgraph.graph.arrays import INLINE_BYTES
+from taskgraph.graph.values import encode
 from taskgraph.protocol.frozen import frozen
 
-__all__ = ["AddChildren", "AddShares", "AddSlices", "Drop", "Join", "Relay", "nothing"]
+__all__ = ["AddChildren", "AddShares", "Drop", "Finish", "Relay", "nothing"]
 
 
 def nothing() -> None:
@@ -34,17 +35,25 @@ class _Internal:
     arguments: ClassVar[tuple[str, ...]] = ()
     is_brief: ClassVar[bool] = False
 
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return ()
+
     def run(self, ins: Ins, outs: Outs) -> None:
         raise NotImplementedError
 
+    async def compute(self, epoch: Any, ins: Ins, outs: Outs) -> None:
+        if self.is_brief or ins.size_bytes < INLINE_BYTES:
+            self.run(ins, outs)
+        else:  # the event loop has other work, too
+            await outs.work.run_in_thread(partial(self.run, ins, outs))
+
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         async def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
-            if self.is_brief or ins.size_bytes < INLINE_BYTES:
-                self.run(ins, outs)
-            else:  # the event loop has other work, too
-                await outs.work.run_in_thread(partial(self.run, ins, outs))
+            await self.compute(epoch, ins, outs)
 
         compute.__taskgraph_stateless__ = True  # type: ignore[attr-defined]
+        compute.__taskgraph_internal__ = True  # type: ignore[attr-defined]  # it shares nothing with code of the user
         return compute
 
 
@@ -102,7 +111,9 @@ class AddChildren(_Internal):
         for child, earlier in self.children:
             one, other = (found[child], total) if earlier else (total, found[child])
             total = adding.add_two(one, other, self.op, allocate)
-        if self.finishes:
+        if adding.is_layout(total) and self.finishes:
+            outs.put_encoded(self.to, _EXCHANGE)
+        elif self.finishes:
             outs.put_encoded(self.to, adding.result(total, self.op, what, allocate))
         else:
             outs.put_encoded(self.to, adding.pack(total, what, allocate))
@@ -130,33 +141,56 @@ class AddShares(_Internal):
         outs.put_encoded(self.to, adding.result(total, self.op, what, outs.work.allocate))
 
 
+_EXCHANGE: Final = encode(None)
+"""Comes down the tree in place of a result. No result is None."""
+
+
 @frozen
-class AddSlices(_Internal):
-    """Adds the slices of all members that belong to this task, and puts the sum to all of them."""
+class Finish(_Internal):
+    """Passes the result on to the children, and puts it; if all values are large, exchanges slices of them first.
+
+    Attributes:
+        what: names the collective.
+        down: the tag of the result, from the parent and to the children.
+        slices, sums: the tags of the slices of all members, and of their sums; optional channels.
+        relays: there are children.
+        to: the tag of the result on this task.
+    """
 
     what: str
     op: Op
-    tag: str
+    down: str
+    parent: int
+    relays: bool
+    slices: str
+    sums: str
     members: tuple[int, ...]
     to: str
 
-    def run(self, ins: Ins, outs: Outs) -> None:
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return (self.slices, self.sums)
+
+    async def compute(self, epoch: Any, ins: Ins, outs: Outs) -> None:
+        found = ins.encoded(self.down, self.parent)
+        if self.relays:
+            outs.put_encoded(self.down, found)
+        if found.digest != _EXCHANGE.digest:
+            outs.put_encoded(self.to, found)
+            return
+        await ins.fetch(self.slices)
+        await outs.work.run_in_thread(partial(self._add, ins, outs))
+        await ins.fetch(self.sums)
+        await outs.work.run_in_thread(partial(self._join, ins, outs))
+
+    def _add(self, ins: Ins, outs: Outs) -> None:
+        """Adds the slices of all members that belong to this task, and puts the sum to all of them."""
         what = place(outs.work, self.what)
-        total = _add_all(ins, outs, self.tag, self.members, self.op, what)
-        outs.put_encoded(self.to, adding.pack(total, what, outs.work.allocate))
+        total = _add_all(ins, outs, self.slices, self.members, self.op, what)
+        outs.put_encoded(self.sums, adding.pack(total, what, outs.work.allocate))
 
-
-@frozen
-class Join(_Internal):
-    """Joins the sums of all slices to the result."""
-
-    what: str
-    op: Op
-    tag: str
-    members: tuple[int, ...]
-    to: str
-
-    def run(self, ins: Ins, outs: Outs) -> None:
+    def _join(self, ins: Ins, outs: Outs) -> None:
+        """Joins the sums of all slices to the result."""
         work = outs.work
-        total = adding.join([adding.unpack(ins.encoded(self.tag, member)) for member in self.members], work.allocate)
+        total = adding.join([adding.unpack(ins.encoded(self.sums, member)) for member in self.members], work.allocate)
         outs.put_encoded(self.to, adding.result(total, self.op, place(work, self.what), work.allocate))

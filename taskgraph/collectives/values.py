@@ -30,6 +30,10 @@ class _OfUser:
     __slots__ = ()
     arguments: ClassVar[tuple[str, ...]] = ("epoch", "ins")
 
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return ()
+
     def give(self, outs: Outs, value: Any) -> None:
         """Puts what user code returned."""
         raise NotImplementedError
@@ -123,18 +127,33 @@ class PutPartial(_OfUser):
 
 @frozen
 class PutSlices(_OfUser):
-    """Puts a slice of what this task contributes to each member."""
+    """Puts what this task contributes, to be added along the tree; of a large value its layout, and slices to all.
+
+    Attributes:
+        slices: the tag of the slices, an optional channel.
+        large: the size, in bytes, from which on a value is sliced.
+    """
 
     what: str
     op: Op
     tag: str
+    slices: str
     members: tuple[int, ...]
+    large: int
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return (self.slices,)
 
     def give(self, outs: Outs, value: Any) -> None:
         work, members = outs.work, self.members
         partial = _partial(work, self.what, self.op, value)
-        for member, part in zip(members, adding.slices(partial, len(members), work.allocate), strict=True):
-            outs.put_encoded(self.tag, adding.pack(part, self.what, work.allocate), (member,))
+        if partial.nbytes >= self.large:
+            parts = adding.slices(partial, len(members))
+            for member, part in zip(members, parts, strict=True):
+                outs.put_encoded(self.slices, adding.pack(part, self.what, work.allocate), (member,))
+            partial = parts[0].without_arrays()
+        outs.put_encoded(self.tag, adding.pack(partial, self.what, work.allocate))
 
 
 @frozen

@@ -53,6 +53,10 @@ class Wrapper(Protocol):
     def arguments(self) -> tuple[str, ...]:
         """The arguments with which the function is called."""
 
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Tags of channels that the processor may leave open, in an epoch of which it knows that the consumers do."""
+
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `compute(epoch, ins, outs)`."""
 
@@ -73,8 +77,9 @@ class Processor:
         outbound: tag -> consumers, in the order declared.
         sync: the processor is a sync point: it has no outbound channel, runs after all others, and may change state.
         parallel: the processor runs as soon as its inputs are ready.
-        takes: its inbound channels.
-        puts: its outbound channels.
+        takes: the inbound channels for whose items it waits; not the optional ones.
+        puts: the outbound channels that it puts in every epoch.
+        may_put: its optional outbound channels.
     """
 
     name: str
@@ -85,6 +90,7 @@ class Processor:
     parallel: bool
     takes: tuple[Channel, ...]
     puts: tuple[Channel, ...]
+    may_put: tuple[Channel, ...] = ()
 
 
 @frozen
@@ -115,7 +121,7 @@ class Graph:
         ordered: processors that run one after another, before the sync points.
         parallel: processors that run as soon as their inputs are ready.
         sync_points: processors that run last.
-        channels_in: (tag, producer) of every inbound channel, each once.
+        channels_in: (tag, producer) of every inbound channel that is pulled in every epoch, each once.
         channels_out: (tag, consumer) of every outbound channel.
         declarations: one for each processor; empty if one of them cannot be compared with the next epoch's.
         collectives: their tags.
@@ -298,12 +304,15 @@ class Composition:
             )
         if name not in ENCODABLE_TEXTS and not is_text(name):
             raise GraphError(f"{self._where()}: the name {name!a} of a processor is no text that can be encoded")
-        takes, puts = [], []
+        takes: list[Channel] = []
+        puts: list[Channel] = []
+        may_put: list[Channel] = []
+        optional = () if wrapper is None else wrapper.optional
         for tag, consumers in outbound.items():
             if tag not in ENCODABLE_TEXTS and not is_text(tag):
                 raise self._tag_error(tag)
             for consumer in consumers:
-                puts.append((tag, consumer))
+                (may_put if tag in optional else puts).append((tag, consumer))
                 if (other := self._puts.get((tag, consumer))) is not None:
                     raise GraphError(
                         f"{self._where()}: processors {other!r} and {name!r} both declare channel {tag!r} to task "
@@ -312,11 +321,15 @@ class Composition:
         for tag, producers in inbound.items():
             if tag not in ENCODABLE_TEXTS and not is_text(tag):
                 raise self._tag_error(tag)
+            if tag in optional:
+                continue
             for producer in producers:
                 takes.append((tag, producer))  # noqa: PERF401 - a comprehension is a call before Python 3.12
         if wrapper is not None:
             compute = wrapper.wrap(compute)
-        processor = Processor(name, compute, inbound, outbound, not outbound, parallel, tuple(takes), tuple(puts))
+        processor = Processor(
+            name, compute, inbound, outbound, not outbound, parallel, tuple(takes), tuple(puts), tuple(may_put)
+        )
         self._append(processor, declaration)
 
     def _begin(self) -> None:
@@ -342,7 +355,7 @@ class Composition:
         else:
             (self._parallel if processor.parallel else self._ordered).append(processor)
         self._takes |= dict.fromkeys(processor.takes)
-        self._puts |= dict.fromkeys(processor.puts, processor.name)
+        self._puts |= dict.fromkeys((*processor.puts, *processor.may_put), processor.name)
 
     def _declaration(
         self,

@@ -450,6 +450,9 @@ class Attempt:
     def late(self) -> Collection[asyncio.Task[None]]:
         return self.replica.late_calls
 
+    def fetch(self, channels: tuple[tuple[str, int], ...]) -> asyncio.Future[None]:
+        return self.inbound.fetch(channels)
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:
             raise self.end_error()
@@ -620,7 +623,7 @@ class Attempt:
             yield from asked or [("running", self.task, processor.name)]
         for tag, producers in processor.inbound.items():
             for producer in producers:
-                if (tag, producer) not in self.inbound.items:
+                if self.inbound.lacks(tag, producer):
                     yield "item", producer, tag
         if earlier is not None and not processor.parallel:
             yield "order", self.task, earlier

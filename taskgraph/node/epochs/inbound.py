@@ -28,7 +28,8 @@ Channel = tuple[str, int]
 
 
 class Inbound:
-    """One attempt's inbound channels. All items are pulled at once, and stay until the attempt has run.
+    """One attempt's inbound channels. All items are pulled at once, but for those of optional channels, and stay until
+    the attempt has run.
 
     Lives on the event loop.
     """
@@ -102,6 +103,18 @@ class Inbound:
                     reply.listener = came
                 else:
                     reply.add_done_callback(came)
+
+    def fetch(self, channels: tuple[Channel, ...]) -> asyncio.Future[None]:
+        """Pulls the items of optional channels; returns a future that is done when all have arrived."""
+        self._channels += channels
+        self.open += len(channels)
+        for tag, producer in channels:
+            self._create_task(self._pull(tag, producer))
+        return self.wait_for_items(set(channels))
+
+    def lacks(self, tag: str, producer: int) -> bool:
+        """True if an item was pulled, and has not arrived."""
+        return (tag, producer) not in self.items and (tag, producer) in self._channels
 
     def wait_for_items(self, lacking: set[Channel]) -> asyncio.Future[None]:
         """Returns a future that is done when the last of these items has arrived."""

@@ -133,7 +133,8 @@ class Recording:
 
     def wrap(self, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps user code so that `step` is recorded when the code begins, maybe after a wait for its turn."""
-        if isinstance(function, partial) and getattr(function.func, "__taskgraph_internal__", False):
+        inner = function.func if isinstance(function, partial) else function
+        if getattr(inner, "__taskgraph_internal__", False):
             with self._lock:
                 self.steps.append(step)
             return function
@@ -222,16 +223,15 @@ class Recording:
         A coroutine gets copies of these: the check could not tell its writes from those of other tasks.
         """
         items = self.items
-        for tag, producers in processor.inbound.items():
-            for producer in producers:
-                value = self.items[(tag, producer)]
-                if type(value) is EncodedOnDevice:
-                    item = value
-                    if is_async(processor.compute):
-                        item = await read_values(self.replica, partial(copy_device_buffers, value))
-                        items = {**items, (tag, producer): item}
-                    shared = SharedItem(item, tag, producer, processor.name, self.stamp.epoch)
-                    self._shared_items.append(shared)
+        for tag, producer in processor.takes:
+            value = self.items[(tag, producer)]
+            if type(value) is EncodedOnDevice:
+                item = value
+                if is_async(processor.compute):
+                    item = await read_values(self.replica, partial(copy_device_buffers, value))
+                    items = {**items, (tag, producer): item}
+                shared = SharedItem(item, tag, producer, processor.name, self.stamp.epoch)
+                self._shared_items.append(shared)
         return items
 
     def close_outputs(self, name: str, outputs: Outputs) -> None:
