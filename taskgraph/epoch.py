@@ -182,6 +182,9 @@ class Work(Protocol):
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> Awaitable[None]:
         """Pulls the items of optional channels, each a (tag, producer), and waits until all have arrived."""
 
+    def supply(self, tag: str, value: Encoded) -> None:
+        """Gives the item of a local channel; see `graph.compose.Derived`."""
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]: ...

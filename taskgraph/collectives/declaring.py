@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from taskgraph.collectives.plan import Op, Place, Via, place, slices_from
 from taskgraph.collectives.ports import Work
-from taskgraph.collectives.steps import AddChildren, AddShares, Drop, Finish, Relay, nothing
+from taskgraph.collectives.steps import AddChildren, AddShares, Drop, Exchange, Relay, nothing
 from taskgraph.collectives.values import CutAndPut, Put, PutEach, PutPartial, PutSlices, Then
 from taskgraph.errors import GraphError
 from taskgraph.graph.compose import RELAY, UNNAMED, Composition, Wrapper, name_of
@@ -29,7 +29,7 @@ _cut_and_put = lru_cache(_KEPT)(CutAndPut)
 _relay = lru_cache(_KEPT)(Relay)
 _add_children = lru_cache(_KEPT)(AddChildren)
 _add_shares = lru_cache(_KEPT)(AddShares)
-_finish = lru_cache(_KEPT)(Finish)
+_exchange = lru_cache(_KEPT)(Exchange)
 
 
 Declare = Callable[[Value, Mapping[str, Any], Mapping[str, Any], str, bool, Wrapper], None]
@@ -84,16 +84,15 @@ class Group:
         parent = me if at.parent is None else at.parent
         if large is None:
             self._add_up(value, op, at, tag, shared=True)
-            self._hand_down(at)
+            self._hand_down(at, tag)
             self._finish(then, (parent,))
             return
         key = f"{self._key}, {op} via {via}"
         slices, sums, down = f"{key}, slices", f"{key}, sums", f"{key}, down"
         self._add_up(value, op, at, down, shared=True, sliced=(slices, large))
-        relays = bool(at.children) and at.parent is not None
-        outbound = {tag: (me,), sums: members} | ({down: _tasks(at)} if relays else {})
-        step = _finish(self._what, op, down, parent, relays, slices, sums, members, tag)
-        self._internal("finish", step, {down: (parent,), slices: members, sums: members}, outbound)
+        self._hand_down(at, down)
+        exchange = _exchange(self._what, op, down, parent, slices, sums, members, tag)
+        self._internal("exchange", exchange, {down: (parent,), slices: members, sums: members}, {sums: members})
         self._finish(then, (me,))
 
     def reduce(self, value: Value, then: Value | None, op: Op) -> None:
@@ -107,7 +106,7 @@ class Group:
             self._value(value, _put(self._tag), {self._tag: (self._me, *_tasks(at))})
         else:
             self._drop_inbound()
-            self._hand_down(at)
+            self._hand_down(at, self._tag)
         self._finish(then, (self._me if at.parent is None else at.parent,))
 
     def gather(self, value: Value, then: Value | None) -> None:
@@ -164,11 +163,10 @@ class Group:
             add = _add_children(what, op, own, up, at.children, next(iter(outbound)), at.parent is None)
             self._internal("add", add, {own: (me,), up: tuple([child.member for child in at.children])}, outbound)
 
-    def _hand_down(self, at: Place) -> None:
+    def _hand_down(self, at: Place, tag: str) -> None:
         """Declares the processor that passes a value from the parent on to the children."""
         if at.parent is not None and at.children:
-            relay = _relay(self._tag, at.parent)
-            self._internal(RELAY, relay, {self._tag: (at.parent,)}, {self._tag: _tasks(at)})
+            self._internal(RELAY, _relay(tag, at.parent), {tag: (at.parent,)}, {tag: _tasks(at)})
 
     def _value(self, value: Value, wrapper: Wrapper, outbound: Mapping[str, Any]) -> None:
         self._declare(value, self._inbound, outbound, self._name(value, "value"), False, wrapper)

@@ -14,10 +14,11 @@ from taskgraph.collectives.plan import Op
 from taskgraph.collectives.ports import Ins, Outs
 from taskgraph.collectives.values import place
 from taskgraph.graph.arrays import INLINE_BYTES
+from taskgraph.graph.compose import Derived
 from taskgraph.graph.values import encode
 from taskgraph.protocol.frozen import frozen
 
-__all__ = ["AddChildren", "AddShares", "Drop", "Finish", "Relay", "nothing"]
+__all__ = ["AddChildren", "AddShares", "Drop", "Exchange", "Relay", "nothing"]
 
 
 def nothing() -> None:
@@ -38,6 +39,10 @@ class _Internal:
     @property
     def optional(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def derives(self) -> Derived | None:
+        return None
 
     def run(self, ins: Ins, outs: Outs) -> None:
         raise NotImplementedError
@@ -112,7 +117,7 @@ class AddChildren(_Internal):
             one, other = (found[child], total) if earlier else (total, found[child])
             total = adding.add_two(one, other, self.op, allocate)
         if adding.is_layout(total) and self.finishes:
-            outs.put_encoded(self.to, _EXCHANGE)
+            outs.put_encoded(self.to, _SLICED)
         elif self.finishes:
             outs.put_encoded(self.to, adding.result(total, self.op, what, allocate))
         else:
@@ -141,19 +146,18 @@ class AddShares(_Internal):
         outs.put_encoded(self.to, adding.result(total, self.op, what, outs.work.allocate))
 
 
-_EXCHANGE: Final = encode(None)
+_SLICED: Final = encode(None)
 """Comes down the tree in place of a result. No result is None."""
 
 
 @frozen
-class Finish(_Internal):
-    """Passes the result on to the children, and puts it; if all values are large, exchanges slices of them first.
+class Exchange(_Internal):
+    """Exchanges slices of large values. Runs only in epochs in which the values are large.
 
     Attributes:
         what: names the collective.
-        down: the tag of the result, from the parent and to the children.
+        down: the tag of the result, from the parent.
         slices, sums: the tags of the slices of all members, and of their sums; optional channels.
-        relays: there are children.
         to: the tag of the result on this task.
     """
 
@@ -161,7 +165,6 @@ class Finish(_Internal):
     op: Op
     down: str
     parent: int
-    relays: bool
     slices: str
     sums: str
     members: tuple[int, ...]
@@ -171,13 +174,11 @@ class Finish(_Internal):
     def optional(self) -> tuple[str, ...]:
         return (self.slices, self.sums)
 
+    @property
+    def derives(self) -> Derived | None:
+        return Derived(self.to, (self.down, self.parent), _SLICED.digest)
+
     async def compute(self, epoch: Any, ins: Ins, outs: Outs) -> None:
-        found = ins.encoded(self.down, self.parent)
-        if self.relays:
-            outs.put_encoded(self.down, found)
-        if found.digest != _EXCHANGE.digest:
-            outs.put_encoded(self.to, found)
-            return
         await ins.fetch(self.slices)
         await outs.work.run_in_thread(partial(self._add, ins, outs))
         await ins.fetch(self.sums)
@@ -193,4 +194,4 @@ class Finish(_Internal):
         """Joins the sums of all slices to the result."""
         work = outs.work
         total = adding.join([adding.unpack(ins.encoded(self.sums, member)) for member in self.members], work.allocate)
-        outs.put_encoded(self.to, adding.result(total, self.op, place(work, self.what), work.allocate))
+        work.supply(self.to, adding.result(total, self.op, place(work, self.what), work.allocate))

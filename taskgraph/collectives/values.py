@@ -12,6 +12,7 @@ from taskgraph.collectives import adding
 from taskgraph.collectives.plan import Op
 from taskgraph.collectives.ports import Ins, Outs, Work
 from taskgraph.errors import GraphError, JobError
+from taskgraph.graph.compose import Derived
 from taskgraph.protocol.frozen import frozen
 from taskgraph.shape import is_stateless
 from taskgraph.signatures import returns_coroutine
@@ -33,6 +34,10 @@ class _OfUser:
     @property
     def optional(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def derives(self) -> Derived | None:
+        return None
 
     def give(self, outs: Outs, value: Any) -> None:
         """Puts what user code returned."""

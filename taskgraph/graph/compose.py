@@ -55,10 +55,29 @@ class Wrapper(Protocol):
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Tags of channels that the processor may leave open, in an epoch of which it knows that the consumers do."""
+        """Tags of channels that are empty in some epochs: what the processor knows says in which, on both sides."""
+
+    @property
+    def derives(self) -> Derived | None:
+        """The result that the processor derives. It runs only in epochs in which that is necessary."""
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `compute(epoch, ins, outs)`."""
+
+
+@frozen
+class Derived:
+    """A local channel of a task: its item is that of an inbound channel, or is derived from that by a processor.
+
+    Attributes:
+        tag: of the local channel.
+        source: the inbound channel, (tag, producer).
+        mark: digest of the item that makes the processor run. It supplies the item of the local channel.
+    """
+
+    tag: str
+    source: Channel
+    mark: bytes
 
 
 class Linked(Protocol):
@@ -80,6 +99,7 @@ class Processor:
         takes: the inbound channels for whose items it waits; not the optional ones.
         puts: the outbound channels that it puts in every epoch.
         may_put: its optional outbound channels.
+        derives: if set, the processor runs only in epochs in which it must derive this.
     """
 
     name: str
@@ -91,6 +111,7 @@ class Processor:
     takes: tuple[Channel, ...]
     puts: tuple[Channel, ...]
     may_put: tuple[Channel, ...] = ()
+    derives: Derived | None = None
 
 
 @frozen
@@ -125,6 +146,7 @@ class Graph:
         channels_out: (tag, consumer) of every outbound channel.
         declarations: one for each processor; empty if one of them cannot be compared with the next epoch's.
         collectives: their tags.
+        deriving: source -> the processor that derives a local channel from it.
     """
 
     processors: tuple[Processor, ...]
@@ -136,6 +158,7 @@ class Graph:
     channels_out: tuple[Channel, ...]
     declarations: tuple[Declaration, ...]
     collectives: tuple[str, ...]
+    deriving: Mapping[Channel, Processor]
 
     def is_reusable(self, owner: object) -> bool:
         """True if the graph is valid in every epoch, so that `compose` need not run again.
@@ -171,6 +194,7 @@ class Composition:
     __slots__ = (
         "_by_name",
         "_declarations",
+        "_deriving",
         "_lasting",
         "_ordered",
         "_parallel",
@@ -307,7 +331,7 @@ class Composition:
         takes: list[Channel] = []
         puts: list[Channel] = []
         may_put: list[Channel] = []
-        optional = () if wrapper is None else wrapper.optional
+        optional, derives = ((), None) if wrapper is None else (wrapper.optional, wrapper.derives)
         for tag, consumers in outbound.items():
             if tag not in ENCODABLE_TEXTS and not is_text(tag):
                 raise self._tag_error(tag)
@@ -328,7 +352,7 @@ class Composition:
         if wrapper is not None:
             compute = wrapper.wrap(compute)
         processor = Processor(
-            name, compute, inbound, outbound, not outbound, parallel, tuple(takes), tuple(puts), tuple(may_put)
+            name, compute, inbound, outbound, not outbound, parallel, tuple(takes), tuple(puts), tuple(may_put), derives
         )
         self._append(processor, declaration)
 
@@ -336,6 +360,7 @@ class Composition:
         """Begins a new graph with the processors that equal those of `before` so far."""
         before, self.before = self.before, None
         self._by_name: dict[str, Processor] = {}
+        self._deriving: dict[Channel, Processor] = {}
         self._declarations: list[Declaration] = []
         self._ordered: list[Processor] = []
         self._parallel: list[Processor] = []
@@ -350,7 +375,9 @@ class Composition:
         self._by_name[processor.name] = processor
         if declaration is not None:
             self._declarations.append(declaration)
-        if processor.sync:
+        if processor.derives is not None:
+            self._deriving[processor.derives.source] = processor
+        elif processor.sync:
             self._sync_points.append(processor)
         else:
             (self._parallel if processor.parallel else self._ordered).append(processor)
@@ -435,6 +462,9 @@ class Composition:
                 return before
             self._begin()
         self._check_results()
+        for processor in self._deriving.values():
+            assert processor.derives is not None
+            self._takes.pop((processor.derives.tag, self.task), None)  # no pull: see `Derived`
         return Graph(
             tuple(self._by_name.values()),
             tuple(self._by_name),
@@ -445,6 +475,7 @@ class Composition:
             tuple(self._puts),
             tuple(self._declarations) if len(self._declarations) == len(self._by_name) else (),
             tuple(self.results),
+            self._deriving,
         )
 
 

@@ -232,6 +232,9 @@ class _StandaloneWork:
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> NoReturn:
         raise GraphError("a processor alone has no optional channels: test it with tg.testing.run")
 
+    def supply(self, tag: str, value: Encoded) -> None:
+        pass
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         before = self.put_values.setdefault(tag, {})
         if before and (consumers is _ANY_TASK or _ANY_TASK[0] in before):

@@ -179,7 +179,7 @@ class Attempt:
                 graph = await self._compose()
             self._set_graph(graph)
             parallel = [self._create_task(self._process(p)) for p in graph.parallel] if graph.parallel else ()
-            inbound.pull(graph, self._create_task, self.traced and clock())
+            inbound.pull(graph, self._create_task, self._process, self.traced and clock())
             if injects:
                 await primary.node.point("processor", self.task, self.number)
             for processor in graph.ordered:
@@ -453,6 +453,9 @@ class Attempt:
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> asyncio.Future[None]:
         return self.inbound.fetch(channels)
 
+    def supply(self, tag: str, value: Encoded) -> None:
+        self._call_on_loop(self.inbound.supply, (tag, self.task), value)
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:
             raise self.end_error()
@@ -575,7 +578,7 @@ class Attempt:
         found: list[Wait] = []
         earlier: str | None = None
         replies = self._mailbox.awaited if self._mailbox is not None else []
-        for processor in (*graph.ordered, *graph.sync_points, *graph.parallel):
+        for processor in (*graph.ordered, *graph.sync_points, *graph.parallel, *graph.deriving.values()):
             if self._states[processor.name] == "done":
                 continue
             gives = tuple((tag, to) for tag, ids in processor.outbound.items() for to in ids if self.out.lacks(tag, to))
@@ -623,8 +626,9 @@ class Attempt:
             yield from asked or [("running", self.task, processor.name)]
         for tag, producers in processor.inbound.items():
             for producer in producers:
-                if self.inbound.lacks(tag, producer):
-                    yield "item", producer, tag
+                lacking, task = self.inbound.source_of(tag, producer)
+                if self.inbound.lacks(lacking, task):
+                    yield "item", task, lacking
         if earlier is not None and not processor.parallel:
             yield "order", self.task, earlier
 

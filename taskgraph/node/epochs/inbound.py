@@ -16,7 +16,7 @@ from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Re
 from taskgraph.transport.api import CallFuture
 
 if TYPE_CHECKING:
-    from taskgraph.graph.compose import Graph
+    from taskgraph.graph.compose import Graph, Processor
     from taskgraph.node.epochs.recording import Recording
     from taskgraph.node.epochs.term import Term
     from taskgraph.protocol.sums import Ledger
@@ -37,6 +37,7 @@ class Inbound:
     __slots__ = (
         "_awaited",
         "_channels",
+        "_derive",
         "_graph",
         "_ledger",
         "_primary",
@@ -69,6 +70,7 @@ class Inbound:
         self._since = 0  # when the pulls began, if traced
         self._graph: Graph | None = None
         self._channels: tuple[Channel, ...] = ()
+        self._derive: Callable[[Processor], Coroutine[Any, Any, None]] | None = None
         self._spawn: Callable[[Coroutine[Any, Any, None]], object] | None = None
         self._pulling: dict[asyncio.Future[Reply], None] = {}  # calls without an asyncio task
         self._awaited: list[tuple[asyncio.Future[None], set[Channel]]] = []  # waiters, with the items that each lacks
@@ -79,16 +81,23 @@ class Inbound:
 
     # -- for the attempt --------------------------------------------------------------------------
 
-    def pull(self, graph: Graph, spawn: Callable[[Coroutine[Any, Any, None]], object], since: int) -> None:
+    def pull(
+        self,
+        graph: Graph,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        derive: Callable[[Processor], Coroutine[Any, Any, None]],
+        since: int,
+    ) -> None:
         """Begins to pull every item of the epoch.
 
         Args:
             spawn: runs a coroutine of the attempt; an error in it ends the attempt.
+            derive: runs a processor that derives a local channel.
             since: `clock()` if the epoch is traced; otherwise 0.
         """
-        self._graph, self._spawn, self._since = graph, spawn, since
+        self._graph, self._spawn, self._derive, self._since = graph, spawn, derive, since
         self._channels = graph.channels_in
-        self.open = len(self._channels)
+        self.open = len(self._channels) + len(graph.deriving)
         begin, stamp, task, term = self._pulls.begin, self._stamp, self._task, self._primary.term
         for channel in self._channels:
             reply, (tag, producer) = begin(stamp, task, term, channel), channel
@@ -112,6 +121,18 @@ class Inbound:
             self._create_task(self._pull(tag, producer))
         return self.wait_for_items(set(channels))
 
+    def supply(self, channel: Channel, value: Encoded) -> None:
+        """Takes the item of a local channel; see `Derived`."""
+        if not self.over:
+            self.taken_bytes += value.size_bytes
+            self._keep(channel, value)
+
+    def source_of(self, tag: str, producer: int) -> Channel:
+        """Returns the channel that an item is waited for from: of a local channel, its source."""
+        deriving = self._graph.deriving if self._graph is not None else {}
+        found = (source for source, each in deriving.items() if each.derives is not None and each.derives.tag == tag)
+        return next(found, (tag, producer)) if producer == self._task else (tag, producer)
+
     def lacks(self, tag: str, producer: int) -> bool:
         """True if an item was pulled, and has not arrived."""
         return (tag, producer) not in self.items and (tag, producer) in self._channels
@@ -124,7 +145,9 @@ class Inbound:
 
     def wait_for_all_items(self) -> asyncio.Future[None]:
         """Returns a future that is done when every item of the epoch has arrived."""
-        return self.wait_for_items(set(self._channels).difference(self.items))
+        assert self._graph is not None
+        local = {(each.derives.tag, self._task) for each in self._graph.deriving.values() if each.derives is not None}
+        return self.wait_for_items({*self._channels, *local}.difference(self.items))
 
     def end(self) -> None:
         """Cancels the pulls and frees the items, since the attempt has run. Its commit may come much later."""
@@ -133,7 +156,7 @@ class Inbound:
             if self._recording is None:
                 self.items.clear()
         self.over = True
-        self._spawn = None  # breaks a reference cycle
+        self._spawn = self._derive = None  # breaks reference cycles
         if self._pulling:
             for reply in tuple(self._pulling):
                 reply.cancel()
@@ -202,10 +225,24 @@ class Inbound:
         if size > LARGE_BYTES or self._pulls.large:
             self._pulls.item_arrived(tag, producer, value)
         self._ledger.received("item", producer, task, tag, value.digest)
-        self.items[channel] = value
-        self.open -= 1
         if producer != task:  # otherwise the put has counted it
             self.taken_bytes += size
+        if self._since:
+            self._trace("pull", tag, producer, reply)
+        self._keep(channel, value)
+        deriving = self._graph.deriving  # type: ignore[union-attr]  # there are no items before the graph
+        if deriving and (processor := deriving.get(channel)) is not None:
+            derived = processor.derives
+            assert derived is not None and self._derive is not None
+            if value.digest == derived.mark:
+                self._create_task(self._derive(processor))
+            else:
+                self._keep((derived.tag, task), value)
+
+    def _keep(self, channel: Channel, value: Encoded) -> None:
+        """Keeps an item, and wakes those that wait for it."""
+        self.items[channel] = value
+        self.open -= 1
         if self._recording is not None:
             self._recording.items[channel] = value
         for waiting in tuple(self._awaited):
@@ -215,8 +252,6 @@ class Inbound:
                 self._awaited.remove(waiting)
                 if not waiter.done():
                     waiter.set_result(None)
-        if self._since:
-            self._trace("pull", tag, producer, reply)
 
     async def _take_to_host(self, tag: str, producer: int, item: Item) -> None:
         """Copies an item to the host: it is on the device of another node in this process."""

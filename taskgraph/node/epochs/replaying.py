@@ -272,6 +272,9 @@ class Replay:
     async def fetch(self, channels: tuple[tuple[str, int], ...]) -> None:
         pass  # the recording has what came
 
+    def supply(self, tag: str, value: Encoded) -> None:
+        pass
+
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         self.digests |= {(tag, consumer): value.digest for consumer in consumers}
 
