@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -120,10 +121,12 @@ def measure(given: argparse.Namespace, etcd: str, via: str, size: int) -> tuple[
             for host in range(2, given.tasks + 1):
                 node = [*_on(host), *PYTHON, "node", "--job", name, *joined, f"{NET}.{host}"]
                 others.append(subprocess.Popen(node, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        done = subprocess.run(run, check=False, capture_output=True, text=True)
-        for other in others:
-            other.terminate()
-            other.wait()
+        try:
+            done = subprocess.run(run, check=False, capture_output=True, text=True)
+        finally:
+            for other in others:
+                other.terminate()
+                other.wait()
     if done.returncode:
         raise SystemExit(done.stderr + done.stdout)
     values = json.loads(done.stdout.splitlines()[-1])["values"]
@@ -144,6 +147,7 @@ def main() -> None:
     parser.add_argument("--hosts", action="store_true", help="a network namespace for each task")
     parser.add_argument("--rate", default="1gbit", help="of each host's link")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the hosts
     with hosts(given.tasks, given.rate) if given.hosts else contextlib.nullcontext("") as etcd:
         for size in map(int, given.sizes.split(",")):
             found: dict[str, list[tuple[float, float]]] = {}

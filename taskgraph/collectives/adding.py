@@ -37,6 +37,7 @@ __all__ = [
     "check_alike",
     "is_layout",
     "join",
+    "layout_of",
     "pack",
     "partial_of",
     "result",
@@ -199,10 +200,15 @@ def add_along_tree(partials: Sequence[Partial], op: str, allocate: Allocate) -> 
     return add(Span(0, len(partials)))
 
 
-def slices(partial: Partial, count: int) -> list[Sums]:
-    """Cuts a contribution into ranges of its elements, each with the layout of all; no copies."""
-    whole = _as_sums(partial)
-    return [whole.slice(index, count) for index in range(count)]
+def slices(partial: Partial, count: int, what: str, allocate: Allocate) -> list[Encoded]:
+    """Encodes ranges of the elements of a contribution, each with the layout of all. Copies a task's own array."""
+    whole, adopt = _as_sums(partial), isinstance(partial, Sums)
+    return [encode_sums([whole.slice(index, count)], allocate, what, adopt=adopt) for index in range(count)]
+
+
+def layout_of(partial: Partial) -> Sums:
+    """Returns the layout of a contribution, without the elements."""
+    return Sums(_layout(partial), ())
 
 
 def is_layout(partial: Partial) -> bool:

@@ -22,20 +22,20 @@ from typing import Final, Literal, NamedTuple
 
 from taskgraph.protocol.elastic.tree import Span, halves
 
-__all__ = ["SLICES_FROM_BYTES", "Child", "Op", "Place", "Via", "place", "slices_from"]
+__all__ = ["LARGE_SLICE_BYTES", "Child", "Op", "Place", "Via", "place", "slices_from"]
 
 Op = Literal["sum", "mean", "min", "max"]
 Via = Literal["auto", "tree", "ring"]
 
-SLICES_FROM_BYTES: Final = 1 << 20
-"""With `via="auto"` larger values are sliced: measured, see docs/performance.md."""
+LARGE_SLICE_BYTES: Final = 256 << 10
+"""With `via="auto"` values are sliced if each slice has at least this size. Smaller ones cost more than they save."""
 
 
 def slices_from(via: Via, members: int) -> int | None:
     """Returns the size, in bytes, from which on values are sliced; None: none are."""
     if members == 1 or via == "tree":
         return None
-    return 0 if via == "ring" else SLICES_FROM_BYTES
+    return 1 if via == "ring" else members * LARGE_SLICE_BYTES
 
 
 class Child(NamedTuple):

@@ -154,10 +154,10 @@ class PutSlices(_OfUser):
         work, members = outs.work, self.members
         partial = _partial(work, self.what, self.op, value)
         if partial.nbytes >= self.large:
-            parts = adding.slices(partial, len(members))
+            parts = adding.slices(partial, len(members), self.what, work.allocate)
             for member, part in zip(members, parts, strict=True):
-                outs.put_encoded(self.slices, adding.pack(part, self.what, work.allocate), (member,))
-            partial = parts[0].without_arrays()
+                outs.put_encoded(self.slices, part, (member,))
+            partial = adding.layout_of(partial)
         outs.put_encoded(self.tag, adding.pack(partial, self.what, work.allocate))
 
 

@@ -291,13 +291,21 @@ def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
 
 
 def encode_sums(
-    sums: Sequence[Sums], allocate: Allocate | None = None, what: str = "the sums of an elastic step"
+    sums: Sequence[Sums],
+    allocate: Allocate | None = None,
+    what: str = "the sums of an elastic step",
+    *,
+    adopt: bool = True,
 ) -> Encoded:
-    """Encodes sums, which must not change later, to send them."""
+    """Encodes sums to send them.
+
+    Args:
+        adopt: the sums do not change later, so that they need no copy.
+    """
     return encode(
         [[_packed_layout(s.layout), list(s.arrays), _packed_trees(s.collected)] for s in sums],
         what=what,
-        adopt=True,
+        adopt=adopt,
         allocate=allocate,
     )
 

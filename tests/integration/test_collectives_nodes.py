@@ -18,7 +18,7 @@ def test_a_killed_node_leaves_the_bits_of_the_sum(tmp_path: Path) -> None:
     sums = load_driver(DRIVER)
     alone, count = tg.run(sums(), nodes=0).value
     assert count == 24
-    for via in ("tree", "ring"):
+    for via in ("tree", "auto"):
         options: dict[str, Any] = {"via": via, "mark": str(tmp_path / via)}
         killed = tg.run(sums(**options), nodes=3, timeout_s=60)
         assert killed.failovers >= 1

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.collectives.plan import SLICES_FROM_BYTES, place
+from taskgraph.collectives.plan import LARGE_SLICE_BYTES, place
 
 TASKS = [1, 2, 6, 9]
-LARGE = SLICES_FROM_BYTES // 8
-"""Floats that are sliced by via="auto"."""
+LARGE = 4 * LARGE_SLICE_BYTES // 8
+"""Floats that four tasks slice, with via="auto"."""
 Compose = Callable[[Any, tg.Epoch], None]
 
 
@@ -288,6 +289,95 @@ def test_kills_at_every_stage_leave_the_bits(via: Any) -> None:
     assert killed.failovers and last(killed) == plain
 
 
+class Growing(tg.Task, state=["x", "total"]):
+    """Adds arrays that are small and large in turns, and changes its own in place."""
+
+    def __init__(self, via: Any, sizes: Sequence[int] = (5, LARGE, LARGE, 5, LARGE)) -> None:
+        self.via, self.sizes = via, sizes
+
+    def setup(self) -> None:
+        self.x = np.random.default_rng(self.task_id).normal(size=max(self.sizes))
+        self.total = 0.0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.allreduce("sum", self.value, self.keep, via=self.via)
+
+    def value(self, epoch: tg.Epoch, ins: tg.Inputs) -> Any:
+        return self.x[: self.sizes[epoch.number % len(self.sizes)]]
+
+    def keep(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
+        self.x[: len(ins["sum"])] += ins["sum"] / 3
+        self.total += float(ins["sum"][-1])
+
+    def result(self) -> Any:
+        return self.x.tobytes(), self.total
+
+
+def growing(via: Any = "auto", **options: Any) -> tg.Job:
+    return tg.Job(tasks=4, epochs=5, builder=lambda _: Growing(via), **options)
+
+
+@pytest.mark.slow
+def test_sizes_that_change_leave_the_bits_by_each_way_also_with_kills() -> None:
+    plain = tg.testing.run(growing("tree")).values
+    assert tg.testing.run(growing("ring"), order=1).values == plain
+    kills: list[Any] = [{(0, 1): "processor", (3, 3): "sync"}, {(2, 1): "done"}, {(1, 3): "processor", (0, 4): "done"}]
+    for order, killed in enumerate(kills):
+        found = tg.testing.run(growing(backups=2), kills=killed, order=order)
+        assert found.failovers and found.values == plain
+
+
+@pytest.mark.slow
+def test_a_resumed_job_goes_on_where_values_grow(tmp_path: Path) -> None:
+    def upto(epochs: int) -> tg.Job:
+        kept: dict[str, Any] = {"checkpoint": tmp_path.as_uri(), "checkpoint_every": 1}
+        return tg.Job(tasks=4, epochs=epochs, builder=lambda _: Growing("auto", (LARGE, 5)), **kept)
+
+    tg.run(upto(2), nodes=0)
+    resumed = tg.run(upto(3), nodes=0, resume=True)
+    whole = tg.Job(tasks=4, epochs=3, builder=lambda _: Growing("tree", (LARGE, 5)))
+    assert resumed.values == tg.run(whole, nodes=0).values
+
+
+def test_groups_with_large_and_with_small_values() -> None:
+    def pair(task: int, tasks: int, epoch: int) -> list[int]:
+        return [task ^ (1 << epoch % 2)]
+
+    def declare(self: Any, epoch: tg.Epoch) -> None:
+        def value(epoch: tg.Epoch, ins: tg.Inputs) -> Any:
+            return np.full(LARGE if 0 in (self.task_id, *epoch.neighbors("pair")) else 3, 1.0 + self.task_id)
+
+        epoch.allreduce("pair", value, self.keep, over="pair")
+
+    values = tg.testing.run(job(declare, 4, epochs=2, topology={"pair": pair})).values
+    sums = {task: [only([*each.values()]) for each in found] for task, found in values.items()}
+    assert {task: [(len(each), each[-1]) for each in found] for task, found in sums.items()} == {
+        0: [(LARGE, 3.0), (LARGE, 4.0)],
+        1: [(LARGE, 3.0), (3, 6.0)],
+        2: [(3, 7.0), (LARGE, 4.0)],
+        3: [(3, 7.0), (3, 6.0)],
+    }
+
+
+@pytest.mark.parametrize("sizes", [(5, LARGE), (LARGE, 5)])
+@pytest.mark.parametrize("when", ["sync", "done"])
+@pytest.mark.timeout(30)
+def test_another_primary_that_gives_another_size_is_an_error(sizes: tuple[int, int], when: Any) -> None:
+    given: list[int] = []
+
+    def declare(self: Any, epoch: tg.Epoch) -> None:
+        def value(epoch: tg.Epoch, ins: tg.Inputs) -> Any:
+            if self.task_id == 1:
+                given.append(sizes[bool(given)])
+            return np.ones(given[-1] if self.task_id == 1 else sizes[0])
+
+        epoch.allreduce("sum", value, self.keep)
+
+    with pytest.raises(tg.JobFailed, match=r"shape \(\d+,\) in task 0, and .* in task 1: give the same names"):
+        tg.testing.run(job(declare, 4), kills={(1, 0): when}, strict=False)
+    assert given[:2] == [*sizes]
+
+
 class Total(tg.Task, state=["total"]):
     def setup(self) -> None:
         self.total = 0.0
@@ -468,6 +558,8 @@ def both(one: Compose, other: Compose) -> Compose:
         (lambda self, epoch: None, plain("g", via="ring")),
         (plain("g", op="max"), plain("g")),
         (plain("g", via="tree"), plain("g", via="ring")),
+        (plain("g", via="auto"), plain("g", via="ring")),
+        (plain("g", via="tree"), plain("g", via="auto")),
         (both(plain("g"), plain("h")), both(plain("h"), plain("g"))),
         (plain("g"), lambda self, epoch: epoch.broadcast("g", self.array, self.keep)),
         (plain("g"), lambda self, epoch: epoch.reduce("g", self.array, self.keep)),

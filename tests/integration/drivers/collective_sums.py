@@ -1,4 +1,4 @@
-"""An allreduce of large arrays, whose node is killed once, in the middle of an epoch."""
+"""An allreduce of arrays that become large in an epoch in which a node is killed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 import taskgraph as tg
 
+GROWS = 3
+"""The epoch in which values become large, and the node is killed."""
+
 
 class Sums(tg.Task, shared=["total", "count"], state=["own"]):
-    def __init__(self, via: Literal["tree", "ring"], size: int, mark: str) -> None:
+    def __init__(self, via: Literal["auto", "tree", "ring"], size: int, mark: str) -> None:
         self.via = via
         self.size = size
         self.mark = Path(mark) if mark else None
@@ -29,13 +32,15 @@ class Sums(tg.Task, shared=["total", "count"], state=["own"]):
         epoch.allgather("own", lambda epoch, ins: self.own[0], self.note)
 
     def value(self, epoch: tg.Epoch, ins: tg.Inputs) -> dict[str, Any]:
-        if self.mark is not None and (self.task_id, epoch.number) == (1, 3) and not self.mark.exists():
+        if self.mark is not None and (self.task_id, epoch.number) == (1, GROWS) and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return {"x": self.own + self.total / 3, "n": 1}
+        size = self.size if epoch.number >= GROWS else 100
+        return {"x": (self.own + self.total / 3)[:size], "n": 1}
 
     def update(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
-        self.total = self.total + ins["sum"]["x"]
+        found = ins["sum"]["x"]
+        self.total = np.append(self.total[: len(found)] + found, self.total[len(found) :])
         self.count += ins["sum"]["n"]
 
     def note(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
@@ -47,6 +52,6 @@ class Sums(tg.Task, shared=["total", "count"], state=["own"]):
 
 @tg.job
 def sums(
-    tasks: int = 4, epochs: int = 6, via: Literal["tree", "ring"] = "tree", size: int = 200_000, mark: str = ""
+    tasks: int = 4, epochs: int = 6, via: Literal["auto", "tree", "ring"] = "tree", size: int = 600_000, mark: str = ""
 ) -> tg.Job:
     return tg.Job(tasks=tasks, epochs=epochs, builder=lambda _: Sums(via, size, mark))
