@@ -57,7 +57,7 @@ class Collectives:
                 "min", "max": of each element.
             via: "tree": up a tree of the members, and down again. "ring": each member adds up a slice of all values,
                 and sends the sum to all; it pays if arrays are large, and the network between hosts is the limit.
-                "auto": in each epoch "ring" if a slice has at least 256 KiB, otherwise "tree". The bits are the same.
+                "auto": in each epoch "ring" if a slice has at least 512 KiB, otherwise "tree". The bits are the same.
 
         Raises:
             GraphError: a wrong argument, or called outside `compose`. While it runs, JobFailed: values that differ, or

@@ -27,7 +27,7 @@ __all__ = ["LARGE_SLICE_BYTES", "Child", "Op", "Place", "Via", "place", "slices_
 Op = Literal["sum", "mean", "min", "max"]
 Via = Literal["auto", "tree", "ring"]
 
-LARGE_SLICE_BYTES: Final = 256 << 10
+LARGE_SLICE_BYTES: Final = 512 << 10
 """With `via="auto"` values are sliced if each slice has at least this size. Smaller ones cost more than they save."""
 
 
