@@ -146,7 +146,7 @@ class Graph:
         channels_out: (tag, consumer) of every outbound channel.
         declarations: one for each processor; empty if one of them cannot be compared with the next epoch's.
         collectives: their tags.
-        deriving: source -> the processor that derives a local channel from it.
+        derived: source -> the local channel that has its item, and the processor that may derive it.
     """
 
     processors: tuple[Processor, ...]
@@ -158,7 +158,7 @@ class Graph:
     channels_out: tuple[Channel, ...]
     declarations: tuple[Declaration, ...]
     collectives: tuple[str, ...]
-    deriving: Mapping[Channel, Processor]
+    derived: Mapping[Channel, tuple[Derived, Processor]]
 
     def is_reusable(self, owner: object) -> bool:
         """True if the graph is valid in every epoch, so that `compose` need not run again.
@@ -194,7 +194,7 @@ class Composition:
     __slots__ = (
         "_by_name",
         "_declarations",
-        "_deriving",
+        "_derived",
         "_lasting",
         "_ordered",
         "_parallel",
@@ -360,7 +360,7 @@ class Composition:
         """Begins a new graph with the processors that equal those of `before` so far."""
         before, self.before = self.before, None
         self._by_name: dict[str, Processor] = {}
-        self._deriving: dict[Channel, Processor] = {}
+        self._derived: dict[Channel, tuple[Derived, Processor]] = {}
         self._declarations: list[Declaration] = []
         self._ordered: list[Processor] = []
         self._parallel: list[Processor] = []
@@ -375,8 +375,8 @@ class Composition:
         self._by_name[processor.name] = processor
         if declaration is not None:
             self._declarations.append(declaration)
-        if processor.derives is not None:
-            self._deriving[processor.derives.source] = processor
+        if (derived := processor.derives) is not None:
+            self._derived[derived.source] = derived, processor
         elif processor.sync:
             self._sync_points.append(processor)
         else:
@@ -462,9 +462,8 @@ class Composition:
                 return before
             self._begin()
         self._check_results()
-        for processor in self._deriving.values():
-            assert processor.derives is not None
-            self._takes.pop((processor.derives.tag, self.task), None)  # no pull: see `Derived`
+        for derived, _ in self._derived.values():
+            self._takes.pop((derived.tag, self.task), None)  # it is local: nothing is pulled
         return Graph(
             tuple(self._by_name.values()),
             tuple(self._by_name),
@@ -475,7 +474,7 @@ class Composition:
             tuple(self._puts),
             tuple(self._declarations) if len(self._declarations) == len(self._by_name) else (),
             tuple(self.results),
-            self._deriving,
+            self._derived,
         )
 
 

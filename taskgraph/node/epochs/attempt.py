@@ -577,7 +577,7 @@ class Attempt:
             return (Wait("compose", "running", self.task, "compose", since),)
         found: list[Wait] = []
         earlier: str | None = None
-        deriving = [processor for processor in graph.deriving.values() if self._states[processor.name] == "running"]
+        deriving = [processor for _, processor in graph.derived.values() if self._states[processor.name] == "running"]
         replies = self._mailbox.awaited if self._mailbox is not None else []
         for processor in (*graph.ordered, *graph.sync_points, *graph.parallel, *deriving):
             if self._states[processor.name] == "done":

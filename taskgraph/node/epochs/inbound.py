@@ -97,7 +97,7 @@ class Inbound:
         """
         self._graph, self._spawn, self._derive, self._since = graph, spawn, derive, since
         self._channels = graph.channels_in
-        self.open = len(self._channels) + len(graph.deriving)
+        self.open = len(self._channels) + len(graph.derived)
         begin, stamp, task, term = self._pulls.begin, self._stamp, self._task, self._primary.term
         for channel in self._channels:
             reply, (tag, producer) = begin(stamp, task, term, channel), channel
@@ -129,8 +129,8 @@ class Inbound:
 
     def source_of(self, tag: str, producer: int) -> Channel:
         """Returns the channel that an item is waited for from: of a local channel, its source."""
-        deriving = self._graph.deriving if self._graph is not None else {}
-        found = (source for source, each in deriving.items() if each.derives is not None and each.derives.tag == tag)
+        assert self._graph is not None
+        found = (source for source, (derived, _) in self._graph.derived.items() if derived.tag == tag)
         return next(found, (tag, producer)) if producer == self._task else (tag, producer)
 
     def lacks(self, tag: str, producer: int) -> bool:
@@ -146,7 +146,7 @@ class Inbound:
     def wait_for_all_items(self) -> asyncio.Future[None]:
         """Returns a future that is done when every item of the epoch has arrived."""
         assert self._graph is not None
-        local = {(each.derives.tag, self._task) for each in self._graph.deriving.values() if each.derives is not None}
+        local = [(derived.tag, self._task) for derived, _ in self._graph.derived.values()]
         return self.wait_for_items({*self._channels, *local}.difference(self.items))
 
     def end(self) -> None:
@@ -230,14 +230,13 @@ class Inbound:
         if self._since:
             self._trace("pull", tag, producer, reply)
         self._keep(channel, value)
-        deriving = self._graph.deriving  # type: ignore[union-attr]  # there are no items before the graph
-        if deriving and (processor := deriving.get(channel)) is not None:
-            derived = processor.derives
-            assert derived is not None and self._derive is not None
-            if value.digest == derived.mark:
-                self._create_task(self._derive(processor))
-            else:
+        assert self._graph is not None
+        if self._graph.derived and channel in self._graph.derived:
+            derived, processor = self._graph.derived[channel]
+            if value.digest != derived.mark:
                 self._keep((derived.tag, task), value)
+            elif self._derive is not None:
+                self._create_task(self._derive(processor))
 
     def _keep(self, channel: Channel, value: Encoded) -> None:
         """Keeps an item, and wakes those that wait for it."""
