@@ -122,14 +122,19 @@ def parse(
     return given
 
 
-def check_fields(cls: type, given: Iterable[str]) -> None:
-    """Raises JobError for names that are no fields of a dataclass."""
+def check_fields(cls: type, given: Iterable[str], call: str = "") -> None:
+    """Raises JobError for names that are no fields of a dataclass.
+
+    Args:
+        call: what the user has called; "": the class.
+    """
+    title = call or cls.__name__
     known = [field.name for field in dataclasses.fields(cls) if not field.name.startswith("_")]
     for name in given:
         if name not in known and not name.startswith("_"):
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes: {', '.join(known)}"
-            raise JobError(f"{cls.__name__}({name}=...): {cls.__name__} has no {name!r}; {hint}")
+            raise JobError(f"{title}({name}=...): {title} has no {name!r}; {hint}")
 
 
 def plain(what: str, value: Any) -> Any:

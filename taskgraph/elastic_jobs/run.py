@@ -21,6 +21,7 @@ from taskgraph.elastic_jobs.state import State
 from taskgraph.elastic_jobs.steps import Step, StepOptions, Steps
 from taskgraph.elastic_jobs.tables import RunTable, Tables
 from taskgraph.errors import StateError, StepError, TableError
+from taskgraph.options import check_fields
 from taskgraph.protocol.dealing import Ledger
 from taskgraph.results import Failed
 from taskgraph.sources.reading import Source, Values, as_source, digest_of, is_source, pieces_of
@@ -223,6 +224,7 @@ class Run:
         """
         if self.progress.in_steps:
             raise TableError(f"run.table({name!r}, ...) after the first step: make all tables before it")
+        check_fields(TableOptions, options, "run.table")
         for option in ("servers", "backups"):
             if option in options:
                 raise TableError(f"run.table({option}=...): in an elastic job every worker has all rows; leave it out")

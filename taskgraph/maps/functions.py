@@ -64,6 +64,8 @@ def reference(function: Callable[[Any], Any]) -> str:
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
     if not name or not module:
         raise _unnamed(function, f"a {type(function).__name__} has no name in a module")
+    if inspect.ismethod(function) and not isinstance(function.__self__, type):
+        raise _unnamed(function, f"it is a method of one {type(function.__self__).__name__} object")
     if "<lambda>" in name:
         raise _unnamed(function, "it is a lambda")
     if "<locals>" in name:

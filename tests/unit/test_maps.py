@@ -176,7 +176,7 @@ def test_functions_are_found_by_their_names(function: Any) -> None:
     ("function", "message"),
     [
         (lambda x: x, "it is a lambda"),
-        (Named().bound, "is another object"),
+        (Named().bound, "it is a method of one Named object"),
         (functools.partial(odd, 1), "a partial has no name in a module"),
         (waits, "is async"),
         (7, "takes a function"),

@@ -154,6 +154,7 @@ async def test_pushes_are_summed_and_counted_once(scenario: Scenario) -> None:
         (lambda run, table: run.table("t", 2), "there is a table of this name"),
         (lambda run, table: run.table("u", 2, servers=2), "every worker has all rows"),
         (lambda run, table: run.table("u", 0), "width"),
+        (lambda run, table: run.table("u", 2, rate=1), r"run\.table\(rate=\.\.\.\): run\.table has no 'rate'"),
         (lambda run, table: table.pull(), "needs ids"),
         (lambda run, table: table.pull([0.5]), "takes int64 ids"),
         (lambda run, table: setattr(table, "lr", "x"), r"lr must be a finite number"),
