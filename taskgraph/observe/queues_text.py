@@ -71,6 +71,6 @@ def set_aside_text(found: Mapping[str, Sequence[int]]) -> str:
     """
     lines = []
     for name, pieces in found.items():
-        numbers = ", ".join(map(str, pieces[:_NAMED])) + ", ..." * (len(pieces) > _NAMED)
+        numbers = ", ".join(map(str, sorted(pieces)[:_NAMED])) + ", ..." * (len(pieces) > _NAMED)
         lines.append(f"{counted(len(pieces), 'piece')} of {name} set aside: {numbers}; --json has the errors")
     return "\n".join(lines)

@@ -53,5 +53,5 @@ def test_each_queue_is_shown_once_as_the_furthest_node_knows_it() -> None:
 
 def test_pieces_set_aside_are_named() -> None:
     assert set_aside_text({}) == ""
-    assert set_aside_text({"rows": [3, 17]}) == "2 pieces of rows set aside: 3, 17; --json has the errors"
+    assert set_aside_text({"rows": [17, 3]}) == "2 pieces of rows set aside: 3, 17; --json has the errors"
     assert "12 pieces of rows set aside: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...;" in set_aside_text({"rows": [*range(12)]})
