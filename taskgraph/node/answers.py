@@ -60,7 +60,7 @@ def _dealers(primary: Primary) -> Dealers | None:
 def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -> ReplicaStatus:
     view = node.keeper.view
     late = replica.late_names
-    running = [call for call in replica.actor.running if call.where not in late]
+    running = [call for call in replica.running if call.where not in late]
     committed = replica.boundaries.committed
     waits: list[str] = []
     if primary is not None:

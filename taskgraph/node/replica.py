@@ -22,7 +22,7 @@ from taskgraph.graph.values import copy_to_host, decode, encode, verify
 from taskgraph.jobs import Job
 from taskgraph.node.reports import PlainRows, ReportLog, Rows, add_reports, reports_in
 from taskgraph.node.snapshots import Snapshot, decode_boundary, encode_snapshot, shared_in
-from taskgraph.node.usercode.actor import Actor
+from taskgraph.node.usercode.actor import Actor, RunningCall
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cuda_error
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.queues import Rate
@@ -32,6 +32,7 @@ from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.numbers import compact
 from taskgraph.protocol.records import EpochRecord
 from taskgraph.queues.pieces import KeptResults
+from taskgraph.queues.plan import processor_of
 from taskgraph.shape import FRAMEWORK_ATTRIBUTES, TaskShape, check_attributes
 from taskgraph.task import Task, shape_of
 from taskgraph.topology import Topology, as_topology
@@ -131,6 +132,13 @@ class Replica:
     def late_names(self) -> frozenset[str]:
         """The names of `late_calls`, as `Actor.running` has them."""
         return frozenset(call.get_name() for call in self.late_calls)
+
+    @property
+    def running(self) -> list[RunningCall]:
+        """User code that runs; of a map the call that computes, and not its processor, which waits for that call."""
+        running = self.actor.running
+        wait = {processor_of(call.where) for call in running}
+        return [call for call in running if call.where not in wait]
 
     def follow(self, record: EpochRecord) -> None:
         """Takes in one `epoch` record.

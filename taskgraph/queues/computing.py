@@ -1,9 +1,10 @@
-"""The compute of a map's own processor: asks for pieces, lets user code compute them, and puts their results.
+"""The compute of a map's own processor: asks for pieces, computes them, and puts their results.
 
-It runs on the event loop. A call beside it computes some pieces, one after the other: in a thread, or as a coroutine.
+A call of user code does all that: a thread, or a coroutine if `value` is one. Beside it, on the event loop, `Computing`
+watches for a piece that takes long:
 
-    no news of that call for `_LOOK_S`    the task gives its other pieces back, and asks for the end only
-    the call returns meanwhile            the task asks for pieces again
+    the same piece for `_LOOK_S`          the task gives its other pieces back, and asks for the end only
+    the piece ends after all              the call asks for pieces again
     all pieces are finished elsewhere     the epoch goes on without the call, which counts for nothing from then on
 
 A task with such a late call computes no pieces until the call has ended.
@@ -12,15 +13,15 @@ A task with such a late call computes no pieces until the call has ended.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
-from taskgraph.epoch import Epoch, ask_service, reply_future
+from taskgraph.epoch import AttemptEnded, Epoch, ask_service, reply_future
 from taskgraph.errors import GraphError, PieceFailed
 from taskgraph.graph.values import decode
 from taskgraph.queues.late import PieceWork
@@ -33,7 +34,6 @@ from taskgraph.tables.client import send_held
 if TYPE_CHECKING:
     from taskgraph.channels import Outputs
     from taskgraph.epoch import Reply, Work
-    from taskgraph.protocol.messages import Encoded
     from taskgraph.queues.queue import WorkQueue
 
 __all__ = ["Computing", "MapOf"]
@@ -66,186 +66,196 @@ class MapOf(NamedTuple):
             _ = self.source.pieces
 
 
-class _Ended(NamedTuple):
-    """A piece that user code has returned from: its result, or the traceback of what it raised."""
+class Computing:
+    """The compute of one task in one attempt.
 
-    todo: Todo
-    result: Result | str
-    took_s: float
-    acted: bool
-
-
-class _Call:
-    """A call of user code for some pieces.
+    The call has the lock, but not while it is in `value`. So whoever has the lock may use `share`, `asked` and `at`.
 
     Attributes:
-        ended: pieces that ended, until the event loop takes them.
-        stop: no further piece begins.
+        asked: the ask that the call waits for.
+        at: the piece that was begun last; None: the call computes none, or no further one.
+        left: the epoch goes on without the call.
     """
-
-    def __init__(self, pieces: list[Todo]) -> None:
-        self.pieces = pieces
-        self.ended: deque[_Ended] = deque()
-        self.stop = False
-        self.future: asyncio.Task[None]
-
-
-class Computing:
-    """The compute of one task in one attempt."""
 
     def __init__(self, it: MapOf, epoch: Epoch) -> None:
         work = epoch._work
-        self._it, self._epoch, self._work = it, epoch, work
-        self._share = Share(work.kept_results(it.tag), work.node_name)
-        self._pieces_work = PieceWork(work)
-        self._clock = asyncio.get_running_loop().time
-        self._asked: asyncio.Future[Encoded] | None = None
-        self._asks_late = self._idle = False  # the ask under way is one that waits for the end
-        self._call: _Call | None = None
+        self.it, self.epoch, self._work = it, epoch, work
+        self.share = Share(work.kept_results(it.tag), work.node_name)
+        self.pieces_work = PieceWork(work)
+        self.clock = asyncio.get_running_loop().time if it.value_is_async else time.perf_counter
+        self.lock = threading.Lock()
+        self.asked: Reply | None = None
+        self.at: Todo | None = None
+        self.left = False
 
     async def run(self, outs: Outputs) -> None:
+        """Computes pieces until all are finished, and puts the results that count."""
+        it = self.it
+        if it.source is not None:
+            await self._work.run_in_thread(it.find_pieces)
+        while self._work.late and self.share.last is None:
+            await self._look_on()
+        if self.share.last is None:
+            await self._watched(partial(_compute_async if it.value_is_async else _compute, self, outs))
+            if not self.left:
+                return
+        await self._watched(partial(_end_async if it.value_is_async else _end, self, outs))
+        self.share.results.clear()  # the late call refers to this
+
+    async def _look_on(self) -> None:
+        """Waits for the end of all pieces, or of a late call of this task."""
+        asked = reply_future(self.ask(idle=True))
+        waits: list[asyncio.Future[Any]] = [asked, *self._work.late]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            self.take(decode(asked.result()))
+
+    async def _watched(self, function: Callable[[], Any]) -> None:
+        """Calls user code, and returns when it does, or when the epoch goes on without it."""
+        call = self._work.run_beside(call_name(self.epoch._where, self.epoch.number), function)
         try:
-            if self._it.source is not None:
-                await self._work.run_in_thread(self._it.find_pieces)
-            while self._share.last is None:
-                await self._step()
-            if self._call is not None:
-                self._leave()
-            await self._end(outs)
-        except asyncio.CancelledError:
-            if self._call is not None:  # the epoch begins again, and may use its results
-                self._call.future.cancel()
-                await asyncio.wait([self._call.future])
-                self._take_ended(self._call)
-                self._call.future.result()
+            seen: Todo | None = None
+            while not call.done():
+                await asyncio.wait([call], timeout=_LOOK_S)
+                if seen is None or seen is not self.at:
+                    seen = self.at
+                elif await self._outlasted(call, seen):
+                    return
+        except (asyncio.CancelledError, AttemptEnded):  # the epoch begins again, and may use the results
+            call.cancel()
+            await asyncio.wait([call])
+            call.result()
             raise
         except BaseException:
-            if self._call is not None:
-                self._leave()
+            self._leave(call)
             raise
+        call.result()
 
-    async def _step(self) -> None:
-        """Asks and computes, as far as both can begin; then waits until something ends."""
-        share = self._share
-        if self._asked is None and share.wants_to_ask(self._clock()):
-            self._ask()
-        if self._call is None and share.todo:
-            self._call = _Call(share.begin())
-            compute = _compute_async if self._it.value_is_async else _compute
-            self._begin(self._call, partial(compute, self._it, self._pieces_work, self._epoch._where, self._call))
-        in_time = await self._wait()
-        call, asked = self._call, self._asked
-        if call is not None:
-            in_time = self._take_ended(call) or in_time
-            if call.future.done():
-                self._call = None
-                share.end()
-                call.future.result()
-        if asked is not None and asked.done():
-            self._asked = None
-            self._take(decode(asked.result()))
-        elif (self._asks_late and self._call is None) or (self._idle and not self._work.late):
-            self._asked = None  # it would wait for the end
-        elif not in_time and call is not None and share.working:
-            call.stop = True
-            self._ask(late=True)
+    async def _outlasted(self, call: asyncio.Task[None], piece: Todo) -> bool:
+        """Waits, while the call is at a piece, for the end of all pieces. True: the epoch goes on without the call."""
+        while self.lock.acquire(blocking=False):
+            try:
+                if self.at is not piece:
+                    return False
+                self.asked = None
+                asked = reply_future(self.ask(late=piece))
+            finally:
+                self.lock.release()
+            waits: list[asyncio.Future[Any]] = [asked, call]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if call.done() or not self.lock.acquire(blocking=False):
+                return False
+            try:
+                if self.at is not piece:
+                    return False
+                self.take(decode(asked.result()))
+                if self.share.last is not None:
+                    self._leave(call)
+                    return True
+            finally:
+                self.lock.release()
+        return False
 
-    async def _wait(self) -> bool:
-        """Waits until something ends. False: `_LOOK_S` has passed, and there is no other reason to ask."""
-        waits: list[asyncio.Future[Any]] = [] if self._asked is None else [self._asked]
-        if self._call is not None:
-            waits.append(self._call.future)
-        if self._idle:
-            waits += self._work.late
-        look_s = _LOOK_S if self._asked is None else None
-        done, _ = await asyncio.wait(waits, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
-        return bool(done)
-
-    def _begin(self, call: _Call, function: Callable[[], Any]) -> None:
-        call.future = self._work.run_beside(call_name(self._epoch._where, self._epoch.number), function)
-
-    def _leave(self) -> None:
+    def _leave(self, call: asyncio.Task[None]) -> None:
         """Lets the epoch go on without the call."""
-        call, self._call = self._call, None
-        assert call is not None
-        call.stop = True
-        if self._it.value_is_async:
-            call.future.cancel()
-        self._pieces_work.close()
-        self._work.leave(call.future)
+        self.left = True
+        self.pieces_work.close()
+        if self.it.value_is_async:
+            call.cancel()
+        self._work.leave(call)
 
-    def _take_ended(self, call: _Call) -> bool:
-        """Takes the pieces that ended. False: there is none."""
-        share, ended = self._share, call.ended
-        if not ended:
-            return False
-        while ended:
-            todo, result, took_s, acted = ended.popleft()
-            if isinstance(result, str):
-                share.fail(todo, result, took_s)
-            else:
-                share.finish(todo.place, result, took_s, kept=not acted)
-        return True
-
-    def _ask(self, *, late: bool = False) -> None:
-        it = self._it
-        self._asks_late, self._idle = late, not late and bool(self._work.late)
-        asked = self._share.ask(self._clock(), late=late, idle=self._idle)
+    def ask(self, *, late: Todo | None = None, idle: bool = False) -> Reply:
+        """Sends an ask, as `Share.ask` makes it."""
+        it = self.it
+        asked = self.share.ask(self.clock(), late=late, idle=idle)
         count, digest = (len(it.values), "") if it.source is None else (-1, it.source.digest)
         of_map = {"map": it.tag, "count": count, "digest": digest, "upto": it.upto}
-        self._asked = reply_future(ask_service(self._epoch, it.dealer, DEAL, {**asked, **of_map}))
+        return ask_service(self.epoch, it.dealer, DEAL, {**asked, **of_map})
 
-    def _take(self, answer: Mapping[str, Any]) -> None:
-        it = self._it
+    def take(self, answer: Mapping[str, Any]) -> None:
+        """Takes an answer. Raises GraphError or PieceFailed if the job cannot go on."""
+        it = self.it
         if (wrong := answer.get("refused")) is not None:
-            raise GraphError(f"{self._epoch._place()}: {wrong}")
+            raise GraphError(f"{self.epoch._place()}: {wrong}")
         if (failed := answer.get("failed")) is not None:
             _, piece, text, node = failed
             what = f"piece {piece} of {it.queue or it.tag!r} failed too often, on {node} the last time"
             raise PieceFailed(what, piece=piece, node=node, traceback=text)
-        self._share.take(answer)
+        self.share.take(answer)
 
-    async def _end(self, outs: Outputs) -> None:
-        """Sends on what counts. As `value`, it runs in a thread or not."""
-        it, epoch, share = self._it, self._epoch, self._share
-        if it.value_is_async:
-            await _end_async(it, epoch, share, outs)
-            return
-        self._call = _Call([])
-        self._begin(self._call, partial(_end, it, epoch, share, outs))
-        await asyncio.wait([self._call.future])
-        call, self._call = self._call, None
-        call.future.result()
+    def note(self, todo: Todo, result: Result | str, took_s: float, epoch: PieceEpoch) -> None:
+        """Notes the result of a piece, or the traceback of what it raised."""
+        if isinstance(result, str):
+            self.share.fail(todo, result, took_s)
+        else:
+            self.share.finish(todo.place, result, took_s, kept=not epoch.acted)
 
 
-# -- user code ----------------------------------------------------------------------------------------
+# -- the call -----------------------------------------------------------------------------------------
 
 
-def _compute(it: MapOf, work: PieceWork, where: str, call: _Call) -> None:
-    for todo in call.pieces:
-        if call.stop:
-            return
-        began, epoch = time.perf_counter(), _piece_epoch(it, work, where, todo)
-        result: Result | str
-        try:
-            result = _value(it, epoch, todo)
-        except (Exception, SystemExit) as error:
-            result = error_lines(error)
-        call.ended.append(_Ended(todo, result, time.perf_counter() - began, epoch.acted))
+def _compute(of: Computing, outs: Outputs) -> None:
+    share = of.share
+    with of.lock:
+        while share.last is None:
+            if of.asked is not None and (of.asked.done or not share.todo):
+                of.take(of.asked.wait())
+                of.asked = None
+            elif of.asked is None and share.wants_to_ask(of.clock()):
+                of.asked = of.ask()
+            if share.todo:
+                _one(of, share.todo.popleft())
+                if of.left:
+                    return
+        of.at = None
+    _end(of, outs)
 
 
-async def _compute_async(it: MapOf, work: PieceWork, where: str, call: _Call) -> None:
-    clock = asyncio.get_running_loop().time
-    for todo in call.pieces:
-        if call.stop:
-            return
-        began, epoch = clock(), _piece_epoch(it, work, where, todo)
-        result: Result | str
-        try:
-            result = await _value_async(it, epoch, todo)
-        except (Exception, SystemExit) as error:
-            result = error_lines(error)
-        call.ended.append(_Ended(todo, result, clock() - began, epoch.acted))
+async def _compute_async(of: Computing, outs: Outputs) -> None:
+    share = of.share
+    with of.lock:
+        while share.last is None:
+            if of.asked is not None and (of.asked.done or not share.todo):
+                of.take(await of.asked)
+                of.asked = None
+            elif of.asked is None and share.wants_to_ask(of.clock()):
+                of.asked = of.ask()
+            if share.todo:
+                await _one_async(of, share.todo.popleft())
+                if of.left:
+                    return
+        of.at = None
+    await _end_async(of, outs)
+
+
+def _one(of: Computing, todo: Todo) -> None:
+    began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
+    result: Result | str
+    of.at = todo
+    of.lock.release()
+    try:
+        result = _value(of.it, epoch, todo)
+    except (Exception, SystemExit) as error:
+        result = error_lines(error)
+    finally:
+        of.lock.acquire()
+    if not of.left:
+        of.note(todo, result, of.clock() - began, epoch)
+
+
+async def _one_async(of: Computing, todo: Todo) -> None:
+    began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
+    result: Result | str
+    of.at = todo
+    of.lock.release()
+    try:
+        result = await _value_async(of.it, epoch, todo)
+    except (Exception, SystemExit) as error:
+        result = error_lines(error)
+    finally:
+        of.lock.acquire()
+    if not of.left:
+        of.note(todo, result, of.clock() - began, epoch)
 
 
 def _value(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
@@ -254,10 +264,12 @@ def _value(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
 
 
 async def _value_async(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
+    found: list[tuple[Any, int]] = []
     if it.source is None:
-        given, rows = _content(it, epoch, todo)
+        found.append(_content(it, epoch, todo))
     else:
-        given, rows = await asyncio.to_thread(_content, it, epoch, todo)
+        await epoch._work.run_in_thread(lambda: found.append(_content(it, epoch, todo)))
+    ((given, rows),) = found
     return result_of(await it.value(epoch, given), rows, epoch, _what(it, todo))
 
 
@@ -265,9 +277,10 @@ def _what(it: MapOf, todo: Todo) -> str:
     return f"the result of piece {todo.piece} of {it.queue or it.tag!r}"
 
 
-def _piece_epoch(it: MapOf, work: PieceWork, where: str, todo: Todo) -> PieceEpoch:
-    of = f"{it.tag}/{work.number}" if it.source is None else f"{it.queue}/{todo.pass_number}"
-    return PieceEpoch(cast("Work", work), where, f"piece/{of}/{todo.piece}")
+def _piece_epoch(of: Computing, work: PieceWork, todo: Todo) -> PieceEpoch:
+    it = of.it
+    pieces = f"{it.tag}/{work.number}" if it.source is None else f"{it.queue}/{todo.pass_number}"
+    return PieceEpoch(cast("Work", work), of.epoch._where, f"piece/{pieces}/{todo.piece}")
 
 
 def _content(it: MapOf, epoch: PieceEpoch, todo: Todo) -> tuple[Any, int]:
@@ -282,17 +295,19 @@ def _content(it: MapOf, epoch: PieceEpoch, todo: Todo) -> tuple[Any, int]:
 # -- the end ------------------------------------------------------------------------------------------
 
 
-def _end(it: MapOf, epoch: Epoch, share: Share, outs: Outputs) -> None:
+def _end(of: Computing, outs: Outputs) -> None:
+    it, epoch, share = of.it, of.epoch, of.share
     for todo in _lacking(share):
-        share.results[todo.place] = _value(it, _lacking_epoch(it, epoch, todo), todo)
+        share.results[todo.place] = _value(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)
     for reply in _send_on(it, epoch, share):
         reply.wait()
     _put(it, share, outs)
 
 
-async def _end_async(it: MapOf, epoch: Epoch, share: Share, outs: Outputs) -> None:
+async def _end_async(of: Computing, outs: Outputs) -> None:
+    it, epoch, share = of.it, of.epoch, of.share
     for todo in _lacking(share):
-        share.results[todo.place] = await _value_async(it, _lacking_epoch(it, epoch, todo), todo)
+        share.results[todo.place] = await _value_async(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)
     for reply in _send_on(it, epoch, share):
         await reply
     _put(it, share, outs)
@@ -303,10 +318,6 @@ def _lacking(share: Share) -> list[Todo]:
     assert share.last is not None
     rows = share.last["results"].tolist()
     return [Todo(row[0], row[1], row[2], 0) for row in rows if row[0] not in share.results]
-
-
-def _lacking_epoch(it: MapOf, epoch: Epoch, todo: Todo) -> PieceEpoch:
-    return _piece_epoch(it, PieceWork(epoch._work), epoch._where, todo)
 
 
 def _send_on(it: MapOf, epoch: Epoch, share: Share) -> list[Reply]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from taskgraph.protocol.dealing import Ledger
 
-__all__ = ["DEAL", "Plan", "call_name", "plan_of", "plan_of_values"]
+__all__ = ["DEAL", "Plan", "call_name", "plan_of", "plan_of_values", "processor_of"]
 
 DEAL = "taskgraph.deal"
 """The method by which the processors of a map ask their dealer. No handler of a user has such a name, with a dot."""
@@ -15,7 +15,16 @@ DEAL = "taskgraph.deal"
 
 def call_name(processor: str, epoch: int) -> str:
     """Returns the name of the calls that compute pieces for the processor of a map."""
-    return f"{processor}: pieces of epoch {epoch}"
+    return f"{processor}{_PIECES}{epoch}"
+
+
+def processor_of(call: str) -> str | None:
+    """Returns the processor of a map for which a call of this name computes pieces; None: it is no such call."""
+    processor, pieces, _ = call.rpartition(_PIECES)
+    return processor if pieces else None
+
+
+_PIECES: Final = ": pieces of epoch "
 
 
 class Plan(NamedTuple):

@@ -1,9 +1,9 @@
 """What one task has of an epoch's pieces: those to compute, results, and when it asks for more. Pure.
 
-The driver (`computing`) repeats: send `ask()` if `wants_to_ask`; give the answer to `take`; compute what `begin` gives.
+The driver (`computing`) repeats: send `ask()` if `wants_to_ask`; give the answer to `take`; compute the next of `todo`.
 It asks ahead, so that it has pieces to compute while the answer is on its way.
 
-While one piece takes long, `ask(late=True)` gives the others back, and is answered once all pieces are finished.
+While one piece takes long, `ask(late=...)` gives the others back, and is answered once all pieces are finished.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Share:
     Attributes:
         results: what this task has computed, by the place in the plan.
         todo: pieces to compute, in order.
-        working: pieces that are being computed, one after the other.
         last: the last answer, once all pieces are finished; None before.
     """
 
@@ -53,7 +52,6 @@ class Share:
         self.results = dict(kept)
         self._kept = kept
         self.todo: deque[Todo] = deque()
-        self.working: dict[int, Todo] = {}
         self.last: Mapping[str, Any] | None = None
         self._node = node
         self._known = 0  # the dealer's term
@@ -68,45 +66,33 @@ class Share:
 
     def wants_to_ask(self, now: float) -> bool:
         """True if the next ask is due."""
-        if self._asks or not self._has:
+        if self._asks or not self.todo:
             return True
         if now - self._asked_at > _REPORT_S and (self._unsaid or self._failed):
             return True
-        return not self._dry and 2 * self._has <= self._most
+        return not self._dry and 2 * len(self.todo) <= self._most
 
-    def begin(self) -> list[Todo]:
-        """Takes the next pieces to compute: half of what it has at a time, so that it asks ahead."""
-        begun = [self.todo.popleft() for _ in range(min(len(self.todo), max(1, self._most // 2)))]
-        self.working = {todo.place: todo for todo in begun}
-        return begun
-
-    def end(self) -> None:
-        """Notes that nothing is computed: pieces that were not begun are to be computed still."""
-        self.todo.extendleft(reversed(self.working.values()))
-        self.working = {}
-
-    def ask(self, now: float, *, late: bool = False, idle: bool = False) -> dict[str, Any]:
+    def ask(self, now: float, *, late: Todo | None = None, idle: bool = False) -> dict[str, Any]:
         """Returns what to ask.
 
         Args:
-            late: the piece at work takes long: give the others back.
+            late: the piece at work, which takes long: give the others back.
             idle: compute nothing at the moment.
         """
-        if late:
+        if late is not None:
             self.todo.clear()
-            self.working = dict([next(iter(self.working.items()))])
         finished = [(place, self.results[place].rows) for place in (self.results if self._whole else self._unsaid)]
         asked = {
             "known": self._known,
             "whole": self._whole,
             "finished": np.array(finished, np.int64).reshape(len(finished), 2),
             "failed": [list(one) for one in self._failed],
-            "most": 0 if late or idle else self._most,
-            "late": [*self.working] if late else [],
-            "waits": late or not self._has,
+            "most": 0 if late is not None or idle else self._most,
+            "late": [late.place] if late is not None else [],
+            "waits": not self.todo,
         }
         self._unsaid, self._failed, self._asks = [], [], False
-        self._had, self._asked_at = self._has, now
+        self._had, self._asked_at = len(self.todo), now
         return asked
 
     def take(self, answer: Mapping[str, Any]) -> None:
@@ -119,9 +105,9 @@ class Share:
             self.todo.clear()
         else:
             mine = (Todo(*map(int, row)) for row in answer["pieces"])
-            known = {*self._unsaid, *(one[0] for one in self._failed), *self.working}
-            self.todo = deque(one for one in mine if one.place not in known)
-            self._dry = self._has <= self._had
+            unsaid = {*self._unsaid, *(one[0] for one in self._failed)}
+            self.todo = deque(one for one in mine if one.place not in unsaid)
+            self._dry = len(self.todo) <= self._had
 
     def finish(self, place: int, result: Result, took_s: float, *, kept: bool) -> None:
         """Notes a result. `kept`: an attempt that begins again may use it."""
@@ -129,19 +115,13 @@ class Share:
         if kept and not result.pushes:
             self._kept[place] = result
         self._unsaid.append(place)
-        self.working.pop(place, None)
         self._note(took_s)
 
     def fail(self, todo: Todo, text: str, took_s: float) -> None:
         """Notes that user code has raised."""
         self._failed.append((todo.place, todo.attempt, text, self._node))
         self._asks = True
-        self.working.pop(todo.place, None)
         self._note(took_s)
-
-    @property
-    def _has(self) -> int:
-        return len(self.todo) + len(self.working)
 
     def _note(self, took_s: float) -> None:
         before = self._piece_s

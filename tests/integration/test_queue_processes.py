@@ -63,3 +63,18 @@ async def test_shards_of_an_elastic_job(cli: Cli) -> None:
     gate.touch()
     ended = await run.done()
     assert ended.code == 0, ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [False, True])
+async def test_epochs_go_on_without_a_straggler(cli: Cli, kills: bool) -> None:
+    """A thread computes its piece until epoch 3 has ended: then its node is killed, or it returns."""
+    done = await cli(
+        "run", str(DRIVER.parent / "straggling.py"), "--nodes", "4", "--replace", "--json", "-o", f"folder={cli.root}",
+        "-o", f"kills={str(kills).lower()}",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["failovers"] >= kills
+    assert found["values"] == {str(task): [sum(range(60))] * 8 for task in range(3)}
+    assert [report["numbers"]["pushed"] for report in found["reports"]] == [60 * number for number in range(8)]

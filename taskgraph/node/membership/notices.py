@@ -89,7 +89,7 @@ class Notices:
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
             replicas = self._roles.replicas
-            current = {(r.task, call.where, call.since) for r in replicas.values() for call in r.actor.running}
+            current = {(r.task, call.where, call.since) for r in replicas.values() for call in r.running}
             emitted &= current
             for task, where, since in sorted(current - emitted):
                 if self._node.now() - since > limit:

@@ -38,6 +38,16 @@ class World:
         if answer is not None:
             share.take(answer)
 
+    def ask_for_end(self, task: int) -> None:
+        """The task has begun a piece, which takes long; it computes that one next, unless all pieces are finished."""
+        share = self.shares[task]
+        piece = share.todo[0]
+        answer = self.dealer.answer(task, self.terms[task], share.ask(self.now, late=piece), self.now)
+        if answer is not None:
+            share.take(answer)
+        if share.last is None:
+            share.todo.appendleft(piece)
+
     def compute(self, task: int, *, fails: bool = False) -> None:
         share = self.shares[task]
         if share.todo:
@@ -80,7 +90,7 @@ class World:
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["ask", "ask", "compute", "compute", "fail", "repeat", "die", "dealer dies", "wait"]),
+        st.sampled_from(["ask", "ask", "compute", "compute", "late", "fail", "repeat", "die", "dealer dies", "wait"]),
         st.integers(0, 2),
     ),
     max_size=60,
@@ -96,6 +106,8 @@ def test_each_piece_is_sent_on_once(count: int, happening: list[tuple[str, int]]
             world.ask(task)
         elif kind == "repeat":
             world.ask(task, repeated=True)
+        elif kind == "late" and world.shares[task].todo:
+            world.ask_for_end(task)
         elif kind in ("compute", "fail"):
             world.compute(task, fails=kind == "fail")
         elif kind == "die" and world.shares[task].last is None:
@@ -150,6 +162,25 @@ def test_a_late_result_is_not_sent_on() -> None:
     assert world.shares[0].last is not None
     assert world.shares[0].last["results"].tolist() == []
     assert world.results() == [0, 1]
+
+
+def test_a_task_at_a_long_piece_gives_the_others_back() -> None:
+    world = World(plan_of_values(20, None)._replace(straggler=2.0), tasks=2)
+    world.ask(0)
+    world.compute(0)
+    world.ask(0)
+    long, *others = [todo.place for todo in world.shares[0].todo]
+    assert others
+    world.ask_for_end(0)
+    for _ in range(20):
+        world.now += 10
+        world.ask(1)
+        while world.shares[1].todo:
+            world.compute(1)
+    assert {long, *others} <= {*world.shares[1].results}
+    world.ask_for_end(0)
+    assert world.shares[0].last is not None
+    assert world.shares[0].last["results"][:, 0].tolist() == [0]
 
 
 def test_chunks_grow_with_short_pieces_and_shrink_towards_the_end() -> None:
