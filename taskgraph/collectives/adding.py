@@ -190,14 +190,14 @@ def add_two(first: Partial, second: Partial, op: str, allocate: Allocate) -> Par
 
 def add_along_tree(partials: Sequence[Partial], op: str, allocate: Allocate) -> Partial:
     """Adds the contributions of all members, in their order, along the tree."""
+    return _add_span(Span(0, len(partials)), partials, op, allocate)
 
-    def add(span: Span) -> Partial:
-        if span.end - span.first == 1:
-            return partials[span.first]
-        first, second = halves(span)
-        return add_two(add(first), add(second), op, allocate)
 
-    return add(Span(0, len(partials)))
+def _add_span(span: Span, partials: Sequence[Partial], op: str, allocate: Allocate) -> Partial:
+    if span.end - span.first == 1:
+        return partials[span.first]
+    first, second = (_add_span(half, partials, op, allocate) for half in halves(span))
+    return add_two(first, second, op, allocate)
 
 
 def slices(partial: Partial, count: int, what: str, allocate: Allocate) -> list[Encoded]:
