@@ -71,15 +71,14 @@ run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with 
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest
-# Three for two cores, since many tests wait most of the time; two for those that kill and freeze processes.
+# Three for two cores, since many tests wait most of the time.
 THREE := -n 3 --dist worksteal
-TWO := -n 2 --dist worksteal
 
 test: $(VENV)/.installed-dev ## Run the tests that show each promise, 5 to 6 minutes on two cores; TESTS=tests/unit/graph
 	$(PYTEST) $(if $(TESTS),$(TESTS),$(THREE) -m 'not slow' tests) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that `make test` leaves out
-	$(PYTEST) $(TWO) -m slow $(PYTEST_ARGS) tests
+	$(PYTEST) $(THREE) -m slow $(PYTEST_ARGS) tests
 
 test-all: test test-slow ## Run all tests
 

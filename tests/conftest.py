@@ -32,6 +32,17 @@ _LASTING_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkser
 _GRACE_S = 3.0
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What may take long begins first: a long case that begins last keeps one processor busy, and the others idle."""
+    items.sort(key=_limit_s, reverse=True)
+
+
+def _limit_s(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0]) if mark else 0.0
+
+
 def pytest_collection_finish() -> None:
     """Keeps what was collected out of each later collection of garbage: thousands of tests, which stay."""
     gc.collect()
