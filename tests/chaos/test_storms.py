@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chaos_kit import DRIVER, NAME, chaos, judge, kill
@@ -48,11 +47,9 @@ async def test_every_node_dies_and_others_go_on_from_the_checkpoint(tmp_path: Pa
         async with asyncio.timeout(30):
             while not any(tmp_path.rglob("manifest.json")):  # noqa: ASYNC110, ASYNC240
                 await asyncio.sleep(0.05)
-        nodes: list[dict[str, Any]] = []
-        async with asyncio.timeout(30):
-            while len(nodes) < 3:  # the job begins with the first of them
-                nodes = json.loads((await cli("status", NAME, "--json", *where)).out)["nodes"]
-        kill_at_once(node["pid"] for node in nodes)
+        # The job begins with the first of them.
+        now = await cli.status(NAME, lambda now: len(now["nodes"]) == 3, *where)
+        kill_at_once(node["pid"] for node in now["nodes"])
         ended = await first.done()
         assert ended.code == 1 and "the job may go on elsewhere" in ended.err
         assert "taskgraph: every node started here has ended" in ended.err and "job failed" not in ended.err

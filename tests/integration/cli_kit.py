@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from processes_kit import becomes
+
+from taskgraph.cli import main
 
 DRIVER = Path(__file__).parent / "drivers" / "sums.py"
 LIMIT_S = 60.0
@@ -123,6 +129,37 @@ class Cli:
         command = await self.start("run", str(DRIVER), *options, *arguments)
         await command.until(f"epoch {epoch - 1}/")
         return command
+
+    async def status(self, job: str, reached: Callable[[dict[str, Any]], bool] = bool, *arguments: str) -> Any:
+        """What `status --json` says of a job, once it says what is `reached`."""
+
+        def is_so(done: Done) -> bool:
+            return done.code == 0 and reached(json.loads(done.out))
+
+        return json.loads((await self.once(is_so, "status", job, "--json", *arguments)).out)
+
+    async def once(self, reached: Callable[[Done], bool], *arguments: str) -> Done:
+        """What a command says, which is called until it says what is `reached`.
+
+        Called in this process: a process of its own takes 0.3 s of processor time for each call.
+        """
+        done = Done(0, "", "")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LIMIT_S):
+                while not reached(done := await asyncio.to_thread(self._called, *arguments)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                return done
+        raise AssertionError(f"{' '.join(arguments)} does not say so within {LIMIT_S:g} s: {done}")
+
+    def _called(self, *arguments: str) -> Done:
+        names = ("TASKGRAPH_RUNTIME_DIR", "TMPDIR")
+        with (
+            patch.dict(os.environ, {name: self.env[name] for name in names}),
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
+            code = main(arguments)
+        return Done(code, out.getvalue(), err.getvalue())
 
     def open(self) -> None:
         self.gate.touch()

@@ -76,8 +76,7 @@ def go_on(cli: Cli, epoch: int = 50) -> None:
 
 
 async def node_pids(cli: Cli) -> list[int]:
-    now = json.loads((await cli("status", "kept", "--json")).out)
-    return [node["pid"] for node in now["nodes"]]
+    return [node["pid"] for node in (await cli.status("kept"))["nodes"]]
 
 
 async def holders(cli: Cli, task: int) -> list[int]:
@@ -86,7 +85,7 @@ async def holders(cli: Cli, task: int) -> list[int]:
     async with asyncio.timeout(LIMIT_S):
         while names != before or len(names) > 2:
             await asyncio.sleep(0.2)
-            now = json.loads((await cli("status", "kept", "--json")).out)
+            now = await cli.status("kept")
             before, names = names, {now["tasks"][task]["primary"], *now["tasks"][task]["in_sync"]}
     return [node["pid"] for node in now["nodes"] if node["name"] in names]
 

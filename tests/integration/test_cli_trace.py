@@ -61,12 +61,13 @@ class Trace:
 
 async def joins(cli: Cli) -> str:
     """The name of a fourth node, once it holds something."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            found = json.loads((await cli("status", "--json")).out)
-            for node in found["nodes"]:
-                if node["name"] not in ("n1", "n2", "n3") and any(node["name"] in t["in_sync"] for t in found["tasks"]):
-                    return str(node["name"])
+
+    def fourth(now: dict[str, Any]) -> set[str]:
+        held = {name for task in now["tasks"] for name in task["in_sync"]}
+        return held & {node["name"] for node in now["nodes"]} - {"n1", "n2", "n3"}
+
+    (name,) = fourth(await cli.status("steady", lambda now: bool(fourth(now))))
+    return name
 
 
 async def traced(run: Command, tracing: Command) -> None:

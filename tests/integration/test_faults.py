@@ -54,16 +54,17 @@ async def started(cli: Cli, *arguments: str) -> Command:
 
 
 async def status(cli: Cli, job: str = "steady") -> dict[str, Any]:
-    return json.loads((await cli("status", job, "--json")).out)
+    return await cli.status(job)
 
 
 async def held(cli: Cli, job: str = "steady", *, backups: int = 1) -> dict[str, Any]:
     """The status once every task has its backups, which on a busy machine come late."""
-    while True:
-        now = await status(cli, job)
+
+    def is_so(now: dict[str, Any]) -> bool:
         living = {node["name"] for node in now["nodes"] if node["answers"]}
-        if all(len(living & set(task["in_sync"])) > backups for task in now["tasks"]):
-            return now
+        return all(len(living & set(task["in_sync"])) > backups for task in now["tasks"])
+
+    return await cli.status(job, is_so)
 
 
 def primary_pid(now: dict[str, Any], task: int) -> int:
@@ -252,8 +253,7 @@ async def test_kills_on_purpose_are_not_blamed_on_what_ran(cli: Cli) -> None:
     """As many in one epoch, while the same code runs in it, as fail the job where nobody says that they are meant."""
     command = await cli.paused("--nodes", "5", "--json")
     for _ in range(3):
-        while len((await status(cli, "sums"))["tasks"][0]["in_sync"]) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await cli.status("sums", lambda now: len(now["tasks"][0]["in_sync"]) >= 2)
         assert "sent SIGKILL" in (await cli("kill", "sums", "--task", "0")).out
         await command.until(" moved to ")
     cli.open()

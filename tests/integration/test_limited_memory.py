@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
-from cli_kit import LIMIT_S, Cli
+from cli_kit import Cli
 
 import taskgraph as tg
 from taskgraph.driver.loading import load_driver
@@ -28,10 +27,8 @@ async def test_operator_drains_the_node_without_memory(cli: Cli, calm: dict[str,
     run = await cli.start("run", str(DRIVER), "--nodes", "2", "--json")
     restart = await run.until("has no memory for")
     assert "task 1 cannot pull 'v' from task 0" in restart
-    async with asyncio.timeout(LIMIT_S):
-        while "memory for 'v' from task 0: " not in (seen := (await cli("status", "poor")).out):
-            pass  # the command itself takes a while
-    poor = json.loads((await cli("status", "poor", "--json")).out)["tasks"][1]["primary"]
+    seen = (await cli.once(lambda done: "memory for 'v' from task 0: " in done.out, "status", "poor")).out
+    poor = (await cli.status("poor"))["tasks"][1]["primary"]
     assert f"{poor} has no memory for" in seen
     done = await cli("drain", "poor", "--node", poor)
     assert done.code == 0, done.err

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from pathlib import Path
 
 import pytest
-from cli_kit import DRIVER, LIMIT_S, Cli, printed, sums
+from cli_kit import DRIVER, Cli, printed, sums
 from processes_kit import becomes
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
@@ -25,12 +24,9 @@ async def submit(cli: Cli, *words: str) -> None:
 
 async def has_nodes(cli: Cli, *names: str, options: tuple[str, ...] = ()) -> None:
     """Returns once these nodes and no others are there, which do not leave."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            done = await cli("status", "sums", "--json", *options)
-            assert done.code == 0, done.err
-            if sorted(n["name"] for n in json.loads(done.out)["nodes"] if not n.get("draining")) == [*names]:
-                return
+    await cli.status(
+        "sums", lambda now: sorted(n["name"] for n in now["nodes"] if not n.get("draining")) == [*names], *options
+    )
 
 
 async def test_job_in_the_background(cli: Cli) -> None:
@@ -101,8 +97,6 @@ async def test_launcher_of_another_package(cli: Cli, shell: tuple[str, ...]) -> 
     assert "shell does not say which nodes it has not started yet: the folder of" in (await cli("status", "sums")).out
     (cli.cwd / "elsewhere").rename(cli.cwd / "pids")
     cli.open()
-    async with asyncio.timeout(LIMIT_S):
-        while "finished" not in (await cli("status", "sums")).out:
-            pass
+    await cli.once(lambda done: "finished" in done.out, "status", "sums")
     assert json.loads((await cli("result", "sums", "--json")).out)["values"]["0"] == sums()
     assert (await cli("shutdown", "sums")).out.endswith("its nodes on shell are gone, and what was made for them\n")

@@ -41,11 +41,12 @@ def file_sizes(place: Path) -> dict[str, int]:
 
 async def held(cli: Cli) -> dict[str, Any]:
     """The status once every task has a backup."""
-    while True:
-        now = json.loads((await cli("status", "shared", "--json")).out)
+
+    def is_so(now: dict[str, Any]) -> bool:
         living = {node["name"] for node in now["nodes"] if node["answers"]}
-        if all(len(living & set(task["in_sync"])) > 1 for task in now["tasks"]):
-            return now
+        return all(len(living & set(task["in_sync"])) > 1 for task in now["tasks"])
+
+    return await cli.status("shared", is_so)
 
 
 async def test_kills_of_the_keeper_and_others(cli: Cli) -> None:
@@ -64,7 +65,7 @@ async def test_lost_keeper_rolls_the_job_back(cli: Cli, tmp_path: Path) -> None:
     command = await cli.start("run", str(DRIVER), "--json", "--nodes", "4", *options)
     await command.until("the job began")
     await becomes(lambda: len([*tmp_path.glob("**/manifest.json")]) >= 2, 60.0)
-    now = json.loads((await cli("status", "shared", "--json")).out)
+    now = await cli.status("shared")
     names = {task["primary"] for task in now["tasks"] if task["task"] == 0}
     sizes = file_sizes(tmp_path)
     assert sizes["task-000000.safetensors"] > 400_000 > 10_000 > sizes["task-000001.safetensors"]
