@@ -15,30 +15,31 @@ from taskgraph.driver.loading import load_driver
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACED = str(Path(__file__).parent / "drivers" / "elastic_examples.py")
 LIMIT_S = 240.0
+PASSES = 4
 
 pytestmark = pytest.mark.timeout(600)
 
 
 async def undisturbed(example: str, **options: Any) -> Any:
-    """What the example returns on one worker."""
+    """What the example returns on one worker, in this process."""
     job: Any = load_driver(str(EXAMPLES / f"{example}.py"))
-    return json.loads((await tg.arun(job(**options), nodes=1, timeout_s=LIMIT_S)).to_json())["values"]
+    return json.loads((await tg.arun(job(**options), nodes=0, timeout_s=LIMIT_S)).to_json())["values"]
 
 
 def as_options(options: dict[str, Any]) -> list[str]:
     return [part for option, value in options.items() for part in ("-o", f"{option}={value}")]
 
 
-async def until_both_are_dead(cli: Cli, name: str, example: str, **options: Any) -> Command:
-    """Runs it with three workers; two of them are killed, and another one joins. Its steps take a while until
+async def until_both_are_dead(cli: Cli, name: str, example: str, nodes: int = 3, **options: Any) -> Command:
+    """Runs it with some workers; two of them are killed, and another one joins. Its steps take a while until
     `cli.open` is called."""
     cli.env |= {"PACED_EXAMPLE": f"{example}:{name}", "PACED_UNTIL": str(cli.gate)}
-    run = await cli.start("run", PACED, "--nodes", "3", "--json", *as_options(options))
+    run = await cli.start("run", PACED, "--nodes", str(nodes), "--json", *as_options(options))
     await run.until("step ")
     launch = await cli.start("launch", name, "--nodes", "1")
     assert (await cli("kill", name, "--node", "n2")).code == 0
     await run.until("n2 died (SIGKILL): ")
-    await launch.until("n4 joined after")
+    await launch.until(f"n{nodes + 1} joined after")
     assert (await cli("kill", name, "--node", "n1")).code == 0
     await run.until("n1 died (SIGKILL): ")
     return run
@@ -71,10 +72,10 @@ async def test_network(cli: Cli, tmp_path: Path) -> None:
     """It goes on from a checkpoint that was written after workers had died and joined."""
     pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
     cli.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # PyTorch makes it, and leaves it
-    calm = await undisturbed("elastic_torch", passes=8)
-    assert calm["0"]["best accuracy"] > 0.93
-    options = {"passes": 8, "checkpoint": f"file://{tmp_path / 'kept'}"}
-    run = await until_both_are_dead(cli, "read_digits", "elastic_torch", **options)
+    calm = await undisturbed("elastic_torch", passes=PASSES)
+    assert calm["0"]["best accuracy"] > 0.8
+    options = {"passes": PASSES, "checkpoint": f"file://{tmp_path / 'kept'}"}
+    run = await until_both_are_dead(cli, "read_digits", "elastic_torch", nodes=2, **options)
     await run.until("checkpoint after step")
     assert (await cli("shutdown", "read_digits")).code == 0
     await run.done()

@@ -11,7 +11,6 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_kit import Cli, Command
@@ -44,24 +43,23 @@ async def has_reached(cli: Cli, step: int) -> None:
     await becomes(lambda: any(number >= step for number, _ in steps_of(cli, "n1")), 60.0)
 
 
-async def value_of(run: Command, steps: int = STEPS) -> Any:
+async def check(run: Command, steps: int = STEPS) -> None:
     done = await run.done(60.0)
     assert done.code == 0, done.err
-    bits, value = json.loads(done.out.splitlines()[-1])["values"]["0"]
+    value = json.loads(done.out.splitlines()[-1])["values"]["0"][1]
     assert value == pytest.approx(2.8 * steps, rel=1e-5), "a part was counted twice, or not at all"
-    return bits
 
 
 @pytest.mark.parametrize("seed", [0])
 async def test_worker_dies_in_the_middle_of_a_sum(cli: Cli, seed: int) -> None:
-    run = await start(cli, 4)
+    run = await start(cli, 3)
     await has_reached(cli, 10)
     pid = pid_of(cli, "n2")
     await asyncio.sleep(random.Random(seed).uniform(0.0, 0.05))
     os.kill(pid, signal.SIGKILL)
     killed_at = time.time()
-    await value_of(run)
-    for worker in ("n1", "n3", "n4"):
+    await check(run)
+    for worker in ("n1", "n3"):
         steps = steps_of(cli, worker)
         assert [number for number, _ in steps] == list(range(STEPS)), "a step was lost, or made twice"
         next_at = min(at for _, at in steps if at > killed_at)
@@ -70,17 +68,17 @@ async def test_worker_dies_in_the_middle_of_a_sum(cli: Cli, seed: int) -> None:
 
 
 async def test_frozen_worker_is_left_behind(cli: Cli) -> None:
-    run = await start(cli, 3, "-o", "steps=200")
+    run = await start(cli, 3, "-o", "steps=100")
     await has_reached(cli, 5)
     pid = pid_of(cli, "n2")
     stop(pid)
     try:
         await run.until("n2 does not answer")
-        await has_reached(cli, 199)
+        await has_reached(cli, 99)
     finally:
         with contextlib.suppress(ProcessLookupError):  # the launcher kills it when the job has ended
             os.kill(pid, signal.SIGCONT)
-    await value_of(run, 200)
+    await check(run, 100)
     steps = steps_of(cli, "n1")
     assert max(after - before for (_, before), (_, after) in itertools.pairwise(steps)) < GLOO_S / 2
 
@@ -90,9 +88,4 @@ async def test_worker_joins(cli: Cli) -> None:
     await has_reached(cli, 5)
     launch = await cli.start("launch", "fit", "--nodes", "1")
     await launch.until("n3 joined after")
-    await value_of(run, 150)
-
-
-async def test_bits_are_equal_for_a_fixed_number_of_workers(cli: Cli) -> None:
-    first = await value_of(await start(cli, 3))
-    assert await value_of(await start(cli, 3)) == first
+    await check(run, 150)

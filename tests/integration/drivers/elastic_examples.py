@@ -14,7 +14,7 @@ from pathlib import Path
 from taskgraph.elastic_jobs.job import elastic
 from taskgraph.elastic_jobs.steps import Step
 
-PAUSE_S = 0.3
+PAUSE_S = 0.5
 """Pause of each worker before its first part of a step. A newcomer that follows has no parts, and does not wait."""
 
 _parts = Step.__iter__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -23,6 +24,12 @@ DTYPES = ("f4", "f8", "c8", "c16", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8
 
 @pytest.fixture
 def groups() -> Iterator[list[_Group]]:
+    with three_workers() as made:
+        yield made
+
+
+@contextlib.contextmanager
+def three_workers() -> Iterator[list[_Group]]:
     """The groups of three workers of a view."""
     made: list[_Group] = []
 
@@ -54,12 +61,17 @@ def test_sums_of_a_dtype(groups: list[_Group], name: str) -> None:
         assert total.dtype == wished.dtype and total.tobytes() == wished.tobytes()
 
 
-def test_all_workers_get_the_same_bits(groups: list[_Group]) -> None:
+def test_all_workers_and_another_run_get_the_same_bits(groups: list[_Group]) -> None:
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=10_001).astype(np.float32) for _ in range(3)]
     results = [group.sum([np.zeros(10_001, np.float32)], [[each]]) for group, each in zip(groups, arrays, strict=True)]
     first, *others = [result.result(30)[0].tobytes() for result in results]
     assert others == [first, first]
+    with three_workers() as again:  # as in another run on as many workers
+        for result in [
+            group.sum([np.zeros_like(arrays[0])], [[each]]) for group, each in zip(again, arrays, strict=True)
+        ]:
+            assert result.result(30)[0].tobytes() == first
 
 
 def test_dtype_that_cannot_be_summed(groups: list[_Group]) -> None:
