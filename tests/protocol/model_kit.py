@@ -273,8 +273,9 @@ class Model:
     def _steps_of_leader(self, leader: _Moves, node: int) -> Iterator[Step]:
         steps, name, slot, view = self._steps, self.names[node], self._slot(node, 0), self._view(node)
         leader = leader.make(steps.revision, (), (slot,), (_TERM,))
-        for choice in range(steps.choices()):
-            moves = leader.named(f"{name} commits", "commits")
+        choices = steps.choices()
+        for choice in range(choices.max()):
+            moves = leader.where(_DONES, choices > choice).named(f"{name} commits", "commits")
             moves = moves.make(steps.commit, (choice,), (_TERM, view, _DONES), (_DECISION,))
             moves = moves.make(steps.execute, (), (_DECISION, _ETCD), (_ETCD, _COMMITTED))
             yield moves.zeroed(_DONES).step()

@@ -11,7 +11,9 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import numpy as np
 from model_states import Etcd, Interned, Key, Role, Slot, Violation, Write
+from numpy.typing import NDArray
 from protocol_kit import boundary, report
 
 from taskgraph.protocol import transactions
@@ -67,6 +69,7 @@ class Steps:
         self.slots.number(None)
         self.dones: Interned[frozenset[Done]] = Interned(_same)
         self.dones.number(frozenset())
+        self._choices: list[int] = []
         self.committed: Interned[tuple[Key, ...]] = Interned(_same)  # per task, as the last commit counted it
         self.committed.number(())
         self.decisions: Interned[Decision] = Interned(_same)
@@ -327,9 +330,11 @@ class Steps:
         """Of each task the terms that were reported done."""
         return [[term for task, term in sorted(self.dones[dones]) if task == t] for t in range(self.tasks)]
 
-    def choices(self) -> int:
-        """How many choices `commit` has, at most."""
-        return max(math.prod(map(len, self._terms(dones))) for dones in range(len(self.dones)))
+    def choices(self) -> NDArray[np.int64]:
+        """How many choices `commit` has, by the number of what was reported done."""
+        known = range(len(self._choices), len(self.dones))
+        self._choices += [math.prod(map(len, self._terms(dones))) for dones in known]
+        return np.array(self._choices)
 
     def restart(self, revision: int, view: int) -> int:
         """Somebody asks the leader for a restart, and it agrees."""
