@@ -47,19 +47,20 @@ class _Internal:
     def run(self, ins: Ins, outs: Outs) -> None:
         raise NotImplementedError
 
-    async def compute(self, epoch: Any, ins: Ins, outs: Outs) -> None:
-        if self.is_brief or ins.size_bytes < INLINE_BYTES:
-            self.run(ins, outs)
-        else:  # the event loop has other work, too
-            await outs.work.run_in_thread(partial(self.run, ins, outs))
-
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         async def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
-            await self.compute(epoch, ins, outs)
+            if self.is_brief or ins.size_bytes < INLINE_BYTES:
+                self.run(ins, outs)
+            else:  # the event loop has other work, too
+                await outs.work.run_in_thread(partial(self.run, ins, outs))
 
-        compute.__taskgraph_stateless__ = True  # type: ignore[attr-defined]
-        compute.__taskgraph_internal__ = True  # type: ignore[attr-defined]  # it shares nothing with code of the user
-        return compute
+        return _marked(compute)
+
+
+def _marked(compute: Callable[..., Any]) -> Callable[..., Any]:
+    compute.__taskgraph_stateless__ = True  # type: ignore[attr-defined]
+    compute.__taskgraph_internal__ = True  # type: ignore[attr-defined]  # it shares nothing with code of the user
+    return compute
 
 
 @frozen
@@ -178,11 +179,14 @@ class Exchange(_Internal):
     def derives(self) -> Derived | None:
         return Derived(self.to, (self.down, self.parent), _SLICED.digest)
 
-    async def compute(self, epoch: Any, ins: Ins, outs: Outs) -> None:
-        await ins.fetch(self.slices)
-        await outs.work.run_in_thread(partial(self._add, ins, outs))
-        await ins.fetch(self.sums)
-        await outs.work.run_in_thread(partial(self._join, ins, outs))
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        async def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
+            await ins.fetch(self.slices)
+            await outs.work.run_in_thread(partial(self._add, ins, outs))
+            await ins.fetch(self.sums)
+            await outs.work.run_in_thread(partial(self._join, ins, outs))
+
+        return _marked(compute)
 
     def _add(self, ins: Ins, outs: Outs) -> None:
         """Adds the slices of all members that belong to this task, and puts the sum to all of them."""
