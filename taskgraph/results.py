@@ -64,11 +64,13 @@ class Failed:
         piece: its number, from 0.
         node: the name of the node that tried it last.
         traceback: of the last error, as a text.
+        pass_number: of the queue, from 0.
     """
 
     piece: int
     node: str
     traceback: str
+    pass_number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

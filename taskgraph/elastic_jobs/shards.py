@@ -200,7 +200,8 @@ class Shards(Generic[R]):
         """The pieces that failed too often, and were set aside: of all workers, once the loop has ended."""
         if self._pieces is None:
             return []
-        return [Failed(one.piece, worker_of(one.holder), one.text) for one in self._pieces.tally.ledger.set_aside]
+        aside = self._pieces.tally.ledger.set_aside
+        return [Failed(one.piece, worker_of(one.holder), one.text, one.pass_number) for one in aside]
 
     def check_ended(self) -> None:
         """Raises StepError if user code has left the loop early."""

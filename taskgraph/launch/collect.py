@@ -89,7 +89,7 @@ def assemble(
 
 
 def _failed(pieces: Iterable[tuple[int, int, str, str]]) -> tuple[Failed, ...]:
-    return tuple(Failed(piece, node, text) for _, piece, node, text in pieces)
+    return tuple(Failed(piece, node, text, pass_number) for pass_number, piece, node, text in pieces)
 
 
 def mib(size: int) -> str:

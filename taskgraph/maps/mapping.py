@@ -177,7 +177,7 @@ class _Map:
         return stack.enter_context(Journal(self._name, keep=False))
 
     def _compute(self, journal: Journal) -> Iterator[tuple[int, Any]]:
-        """Yields the missing results, and then those of pieces that were set aside.
+        """Yields the missing results.
 
         If all nodes have died, another job goes on with what is missing.
         """
@@ -195,9 +195,7 @@ class _Map:
                 if not died or in_vain >= _IN_VAIN or self._failed is not None or max(deaths.values()) >= _DEATHS:
                     raise self._explained(error, died, deaths).with_traceback(None)
         for number in np.flatnonzero(self._missing).tolist():
-            if number not in self._errors:
-                raise JobFailed(f"map {self._name!r}: the result of piece {number} is not there: was its file removed?")
-            yield number, self._errors[number]
+            raise JobFailed(f"map {self._name!r}: the result of piece {number} is not there: was its file removed?")
 
     def _run(self, journal: Journal, shown: MapProgress) -> Generator[tuple[int, Any], None, BaseException | None]:
         """Runs a job for what is missing, and yields the results. Returns what has ended it, if results are missing."""
@@ -215,7 +213,8 @@ class _Map:
             while not over:
                 over = running.wait(_POLL_S)  # looked at before the files: these have all then
                 for number, result in self._read(journal):
-                    shown.done(number)
+                    if not isinstance(result, Failed):
+                        shown.done(number)
                     yield number, result
                 shown.tick(self._errors.values())
                 if not self._missing.any():
@@ -224,13 +223,17 @@ class _Map:
             return running.error
 
     def _read(self, journal: Journal) -> Iterator[tuple[int, Any]]:
-        """Yields the first result of each piece among what the workers have written."""
+        """Yields the first result of each piece among what the workers have written; of one set aside, its error."""
+        options = self._options
         for record in journal.read():
-            if record.kind != Kind.RESULT:
+            piece, is_result = record.piece, record.kind == Kind.RESULT
+            if not is_result:
                 self._note_error(record)
-            elif self._missing[record.piece]:
-                self._missing[record.piece] = False
-                yield record.piece, decode(record.value, writable=True)
+                if options.on_error == "fail" or record.attempt + 1 < options.attempts:
+                    continue
+            if self._missing[piece]:
+                self._missing[piece] = False
+                yield piece, decode(record.value, writable=True) if is_result else self._errors[piece]
 
     def _note_error(self, record: Record) -> None:
         said = decode(record.value)

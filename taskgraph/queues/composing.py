@@ -115,8 +115,8 @@ def _collect(tag: str, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
     count = parts[0]["count"]
     found: dict[int, Any] = {}
     for part in parts:
-        for place, _, piece, text, node in part["aside"]:
-            found[place] = Failed(piece, node, text)
+        for place, pass_number, piece, text, node in part["aside"]:
+            found[place] = Failed(piece, node, text, pass_number)
         found.update(zip(part["places"].tolist(), part["results"], strict=True))
     if len(found) != count:
         raise JobError(f"{epoch._place()}: {count - len(found)} of {count} results are missing: an error of taskgraph")

@@ -7,6 +7,7 @@ import io
 import math
 import random
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,22 @@ def test_pieces_are_set_aside() -> None:
     one, failed, three = tg.map(odd, [1, 2, 3], nodes=0, on_error="set aside")
     assert (one, three) == (1, 3)
     assert isinstance(failed, tg.Failed) and failed.piece == 1 and "2 is even" in failed.traceback
+
+
+def test_a_piece_that_is_set_aside_comes_in_its_turn() -> None:
+    came = threading.Event()
+
+    def waits(x: int) -> int:
+        if x == 0:
+            raise ValueError
+        assert came.wait(30)
+        return x
+
+    results = tg.imap(waits, [0, 1], nodes=0, attempts=1, on_error="set aside")
+    number, failed = next(results)
+    assert number == 0 and isinstance(failed, tg.Failed)
+    came.set()
+    assert list(results) == [(1, 1)]
 
 
 def test_sys_exit_in_a_piece_is_an_error_of_the_piece() -> None:

@@ -223,6 +223,12 @@ def test_a_piece_may_be_set_aside() -> None:
     assert tg.JobResult.from_json(found.to_json()).set_aside == found.set_aside
 
 
+def test_a_piece_is_set_aside_in_each_pass() -> None:
+    found = tg.testing.run(rows(builder=Wrong, on_error="set aside", attempts=1, passes=2))
+    assert [(one.piece, one.pass_number) for one in found.set_aside["rows"]] == [(5, 0), (5, 1)]
+    assert [one.pass_number for one in found.values[0][0] if isinstance(one, tg.Failed)] == [0, 1]
+
+
 def test_sys_exit_in_a_piece_is_an_error_of_the_piece() -> None:
     class Exits(Rows):
         def work(self, epoch: tg.Epoch, piece: int) -> tuple[int, float]:
