@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from taskgraph.checkpoint.files import FileInfo
-from taskgraph.checkpoint.manifest import Manifest, Name, Origin
+from taskgraph.checkpoint.manifest import ExpectedJob, Manifest, Name
 from taskgraph.checkpoint.places import check_url
 from taskgraph.checkpoint.store import Store
 
-__all__ = ["FileInfo", "Manifest", "Name", "Origin", "Store", "check_url"]
+__all__ = ["ExpectedJob", "FileInfo", "Manifest", "Name", "Store", "check_url"]

@@ -14,7 +14,7 @@ from taskgraph.checkpoint.files import FORMAT, FileInfo, Label
 from taskgraph.errors import CheckpointError
 from taskgraph.version import LOCAL_FINGERPRINT, VERSION
 
-__all__ = ["ChangedDriver", "ChangedJob", "Manifest", "MissingFile", "Name", "Origin", "OtherFormat"]
+__all__ = ["ChangedDriver", "ChangedJob", "ExpectedJob", "Manifest", "MissingFile", "Name", "OtherFormat"]
 
 _NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
 
@@ -46,7 +46,7 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class ExpectedJob:
     """The job that a checkpoint must belong to.
 
     Attributes:
@@ -133,38 +133,38 @@ class Manifest:
             run=name.run,
         )
 
-    def check_origin(self, origin: Origin, path: str) -> None:
+    def check_job(self, expected: ExpectedJob, path: str) -> None:
         """Refuses a checkpoint that the job cannot use.
 
         Raises:
             ChangedJob: the job has changed since.
             CheckpointError: the checkpoint is another job's, or leaves the job nothing to do.
         """
-        if self.job != origin.job:
-            raise CheckpointError(f"{path} is foreign: job is {self.job}, here it is {origin.job}")
+        if self.job != expected.job:
+            raise CheckpointError(f"{path} is foreign: job is {self.job}, here it is {expected.job}")
         found = []
-        if self.fingerprint != origin.fingerprint and not origin.any_driver:
-            prints = f"the driver's fingerprint is {self.fingerprint}, here it is {origin.fingerprint}"
-            found.append(f"{prints} ({_explain_change(self.fingerprint, origin.fingerprint)})")
-        mine, others = self._own_tasks(origin)
+        if self.fingerprint != expected.fingerprint and not expected.any_driver:
+            prints = f"the driver's fingerprint is {self.fingerprint}, here it is {expected.fingerprint}"
+            found.append(f"{prints} ({_explain_change(self.fingerprint, expected.fingerprint)})")
+        mine, others = self._own_tasks(expected)
         if mine != others:
             found.append(f"tasks is {mine}, here it is {others} (the number of tasks was changed)")
-        elif self.services.keys() != origin.services.keys() or (
-            self.services != origin.services and not origin.any_servers
+        elif self.services.keys() != expected.services.keys() or (
+            self.services != expected.services and not expected.any_servers
         ):
-            found.append(f"it has {_services_text(self.services)}, here it is {_services_text(origin.services)}")
+            found.append(f"it has {_services_text(self.services)}, here it is {_services_text(expected.services)}")
         if found:
-            kind = ChangedDriver if mine == others and self.services == origin.services else ChangedJob
+            kind = ChangedDriver if mine == others and self.services == expected.services else ChangedJob
             raise kind(f"{path} is foreign: {', and '.join(found)}")
-        if origin.epochs is not None and (epoch := self.parsed.epoch) >= origin.epochs:
+        if expected.epochs is not None and (epoch := self.parsed.epoch) >= expected.epochs:
             raise CheckpointError(
-                f"{path} is of epoch {epoch}, and a job of {origin.epochs} epochs has nothing to do from there on "
+                f"{path} is of epoch {epoch}, and a job of {expected.epochs} epochs has nothing to do from there on "
                 f"(epochs={epoch + 1} would have)"
             )
 
-    def _own_tasks(self, origin: Origin) -> tuple[int, int]:
+    def _own_tasks(self, expected: ExpectedJob) -> tuple[int, int]:
         """Returns how many tasks are the user's: of the checkpoint, and of the job."""
-        return self.tasks - sum(self.services.values()), origin.tasks - sum(origin.services.values())
+        return self.tasks - sum(self.services.values()), expected.tasks - sum(expected.services.values())
 
     def to_bytes(self) -> bytes:
         raw = {"format": FORMAT, **msgspec.to_builtins(self)}

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from taskgraph.checkpoint.files import FileInfo, pack, unpack
-from taskgraph.checkpoint.manifest import Manifest, MissingFile, Name, Origin
+from taskgraph.checkpoint.manifest import ExpectedJob, Manifest, MissingFile, Name
 from taskgraph.checkpoint.places import NoFile, Place, open_place, written_by
 from taskgraph.errors import CheckpointError
 from taskgraph.protocol.messages import Encoded
@@ -72,15 +72,15 @@ class Store:
         JobError: as `checkpoint.places.check_url`.
     """
 
-    def __init__(self, url: str, origin: Origin, *, place: Place | None = None, by: str = "") -> None:
+    def __init__(self, url: str, expected: ExpectedJob, *, place: Place | None = None, by: str = "") -> None:
         self._place: Place = open_place(url, by) if place is None else place
-        self._origin = origin
+        self._expected = expected
 
     def __str__(self) -> str:
-        return f"{self._place}/{self._origin.job}"
+        return f"{self._place}/{self._expected.job}"
 
     def _path(self, name: str, *more: str) -> str:
-        return "/".join((self._origin.job, name, *more))
+        return "/".join((self._expected.job, name, *more))
 
     def _file(self, name: str, task: int) -> str:
         return self._path(name, f"task-{task:06d}.safetensors")
@@ -91,10 +91,10 @@ class Store:
         """Makes a manifest of this job; writes nothing."""
         return Manifest(
             name=str(name),
-            job=self._origin.job,
-            fingerprint=self._origin.fingerprint,
-            tasks=self._origin.tasks,
-            services=self._origin.services,
+            job=self._expected.job,
+            fingerprint=self._expected.fingerprint,
+            tasks=self._expected.tasks,
+            services=self._expected.services,
             files=tuple(sorted(files, key=lambda info: info.task)),
             before=tuple(before),
         )
@@ -251,7 +251,7 @@ class Store:
 
     def listed(self) -> list[str]:
         """Returns the names of all that the job's folder has. Raises OSError."""
-        return self._place.names(self._origin.job)
+        return self._place.names(self._expected.job)
 
     def _names(self) -> list[Name]:
         """Returns the names of all checkpoints, complete or not; oldest first."""
@@ -321,7 +321,7 @@ class Store:
         return manifest
 
     def _check_manifest(self, manifest: Manifest, name: str) -> Manifest:
-        manifest.check_origin(self._origin, f"{self._place}/{self._path(name)}")
+        manifest.check_job(self._expected, f"{self._place}/{self._path(name)}")
         self._check_name(manifest, name)
         return manifest
 

@@ -92,7 +92,7 @@ class Group:
         self._add_up(value, op, at, down, shared=True, sliced=(slices, large))
         self._hand_down(at, down)
         exchange = _exchange(self._what, op, down, parent, slices, sums, members, tag)
-        self._internal("exchange", exchange, {down: (parent,), slices: members, sums: members}, {sums: members})
+        self._declare_internal("exchange", exchange, {down: (parent,), slices: members, sums: members}, {sums: members})
         self._finish(then, (me,))
 
     def reduce(self, value: Value, then: Value | None, op: Op) -> None:
@@ -103,23 +103,23 @@ class Group:
     def broadcast(self, value: Value, then: Value | None) -> None:
         at = place(self._members, self._root, self._me)
         if at.parent is None:
-            self._value(value, _put(self._tag), {self._tag: (self._me, *_tasks(at))})
+            self._declare_value(value, _put(self._tag), {self._tag: (self._me, *_tasks(at))})
         else:
             self._drop_inbound()
             self._hand_down(at, self._tag)
         self._finish(then, (self._me if at.parent is None else at.parent,))
 
     def gather(self, value: Value, then: Value | None) -> None:
-        self._value(value, _put(self._tag), {self._tag: (self._root,)})
+        self._declare_value(value, _put(self._tag), {self._tag: (self._root,)})
         self._finish(then, self._members if self._is_root else ())
 
     def allgather(self, value: Value, then: Value | None) -> None:
-        self._value(value, _put(self._tag), {self._tag: self._members})
+        self._declare_value(value, _put(self._tag), {self._tag: self._members})
         self._finish(then, self._members)
 
     def scatter(self, value: Value, then: Value | None) -> None:
         if self._is_root:
-            self._value(value, _put_each(self._tag, self._members), {self._tag: self._members})
+            self._declare_value(value, _put_each(self._tag, self._members), {self._tag: self._members})
         else:
             self._drop_inbound()
         self._finish(then, (self._root,))
@@ -127,9 +127,9 @@ class Group:
     def reduce_scatter(self, value: Value, then: Value | None, op: Op) -> None:
         self._check_choice("op", op, get_args(Op))
         members, shares = self._members, f"{self._key}, {op}, shares"
-        self._value(value, _cut_and_put(self._what, op, shares, members), {shares: members})
+        self._declare_value(value, _cut_and_put(self._what, op, shares, members), {shares: members})
         add = _add_shares(self._what, op, shares, members, self._tag)
-        self._internal("add", add, {shares: members}, {self._tag: (self._me,)})
+        self._declare_internal("add", add, {shares: members}, {self._tag: (self._me,)})
         self._finish(then, (self._me,))
 
     # -- processors -------------------------------------------------------------------------------
@@ -155,27 +155,31 @@ class Group:
         puts: Mapping[str, Any] = {own: (me,)} if at.children else outbound
         first = next(iter(puts))
         if sliced is None:
-            self._value(value, _put_partial(what, op, first, first == to), puts)
+            self._declare_value(value, _put_partial(what, op, first, first == to), puts)
         else:
             slices, large = sliced
-            self._value(value, _put_slices(what, op, first, slices, members, large), {**puts, slices: members})
+            self._declare_value(value, _put_slices(what, op, first, slices, members, large), {**puts, slices: members})
         if at.children:
             add = _add_children(what, op, own, up, at.children, next(iter(outbound)), at.parent is None)
-            self._internal("add", add, {own: (me,), up: tuple([child.member for child in at.children])}, outbound)
+            self._declare_internal(
+                "add", add, {own: (me,), up: tuple([child.member for child in at.children])}, outbound
+            )
 
     def _hand_down(self, at: Place, tag: str) -> None:
         """Declares the processor that passes a value from the parent on to the children."""
         if at.parent is not None and at.children:
-            self._internal(RELAY, _relay(tag, at.parent), {tag: (at.parent,)}, {tag: _tasks(at)})
+            self._declare_internal(RELAY, _relay(tag, at.parent), {tag: (at.parent,)}, {tag: _tasks(at)})
 
-    def _value(self, value: Value, wrapper: Wrapper, outbound: Mapping[str, Any]) -> None:
+    def _declare_value(self, value: Value, wrapper: Wrapper, outbound: Mapping[str, Any]) -> None:
         self._declare(value, self._inbound, outbound, self._name(value, "value"), False, wrapper)
 
     def _name(self, function: Value, of_lambda: str) -> str:
         name = name_of(function)
         return f"{self._tag}: {of_lambda if name == UNNAMED else name}"
 
-    def _internal(self, name: str, wrapper: Wrapper, inbound: Mapping[str, Any], outbound: Mapping[str, Any]) -> None:
+    def _declare_internal(
+        self, name: str, wrapper: Wrapper, inbound: Mapping[str, Any], outbound: Mapping[str, Any]
+    ) -> None:
         self._declare(nothing, inbound, outbound, f"{self._tag} ({name})", True, wrapper)
 
     def _finish(self, then: Value | None, producers: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob, MissingFile, Name, Origin, OtherFormat
+from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob, ExpectedJob, MissingFile, Name, OtherFormat
 from taskgraph.checkpoint.store import NewestCheckpoint, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
@@ -72,8 +72,8 @@ async def plan(
     await check_not_running(coordinator, keys)  # its checkpoints change while it runs
     start_point = dataclasses.replace(start_point, after=before.mod_revision if before is not None else 0)
     changed = resume == "changed"
-    origin = dataclasses.replace(_origin(spec), any_servers=True, any_driver=changed, epochs=spec.epochs)
-    store = Store(spec.checkpoint, origin)
+    expected = dataclasses.replace(_expected(spec), any_servers=True, any_driver=changed, epochs=spec.epochs)
+    store = Store(spec.checkpoint, expected)
     pointer, attempt = await _known(coordinator, spec, before)
     checkpoints = await _look_in_thread(store, partial(_look, store, pointer, bool(resume)), spec.name, timeout_s)
     if pointer is not None and not checkpoints.names and not fresh:
@@ -219,7 +219,7 @@ async def begin(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint
     if start_point.over is None:
         return
     assert spec.checkpoint is not None
-    store = Store(spec.checkpoint, _origin(spec))
+    store = Store(spec.checkpoint, _expected(spec))
     threads = PooledThreads("checkpoints", limit=1)
     try:
         async with asyncio.timeout(_SLOW_S):
@@ -245,7 +245,7 @@ async def complete(spec: JobSpec, pointer: CheckpointRecord) -> None:
     assert spec.checkpoint is not None
     threads = PooledThreads("checkpoints", limit=1)
     try:
-        store = Store(spec.checkpoint, _origin(spec))
+        store = Store(spec.checkpoint, _expected(spec))
         async with asyncio.timeout(_SLOW_S):
             await threads.run(lambda: store.finish(pointer.name))
     except (OSError, CheckpointError) as error:  # of which TimeoutError is one
@@ -254,8 +254,8 @@ async def complete(spec: JobSpec, pointer: CheckpointRecord) -> None:
         threads.close()
 
 
-def _origin(spec: JobSpec) -> Origin:
-    return Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, services=spec.services)
+def _expected(spec: JobSpec) -> ExpectedJob:
+    return ExpectedJob(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, services=spec.services)
 
 
 async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.checkpoint.manifest import Manifest, MissingFile, Name, Origin
+from taskgraph.checkpoint.manifest import ExpectedJob, Manifest, MissingFile, Name
 from taskgraph.checkpoint.places import Place
 from taskgraph.checkpoint.store import Store as Checkpoints
 from taskgraph.errors import CheckpointError, DecodeError, TableError
@@ -44,7 +44,7 @@ def checkpointed_rows(place: Place, job: str, which: Name | None, table: str) ->
         TableError: the checkpoint has no such table.
         CheckpointError: there is no complete checkpoint, or it is damaged or of another version.
     """
-    kept = Checkpoints("", Origin(job=job, fingerprint="", tasks=0), place=place)
+    kept = Checkpoints("", ExpectedJob(job=job, fingerprint="", tasks=0), place=place)
     for _ in range(_TRIES):
         name = which or _newest(kept)
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from taskgraph.checkpoint.manifest import MissingFile, Name, Origin
+from taskgraph.checkpoint.manifest import ExpectedJob, MissingFile, Name
 from taskgraph.checkpoint.places import Place
 from taskgraph.checkpoint.store import NewestCheckpoint, Store
 from taskgraph.errors import CheckpointError
@@ -46,14 +46,14 @@ class CheckpointReader:
         spec = self._node.spec
         if self._store is None:
             assert spec.checkpoint is not None
-            origin = Origin(
+            expected = ExpectedJob(
                 job=spec.name,
                 fingerprint=spec.fingerprint,
                 tasks=spec.tasks,
                 services=spec.services,
                 any_driver=spec.checkpoint_changed,
             )
-            self._store = Store(spec.checkpoint, origin, place=self._place, by=self.writer_of(self._node.id))
+            self._store = Store(spec.checkpoint, expected, place=self._place, by=self.writer_of(self._node.id))
         return self._store
 
     @staticmethod

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 import taskgraph as tg
-from taskgraph.checkpoint.manifest import Name, Origin
+from taskgraph.checkpoint.manifest import ExpectedJob, Name
 from taskgraph.checkpoint.store import Store
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskGraphError, Unavailable
@@ -465,8 +465,8 @@ class World:
 
     def _checkpoint_values(self, record: CheckpointRecord) -> dict[int, Encoded] | None:
         """Reads a checkpoint: task -> value. Returns None if the disk damaged it."""
-        origin = Origin(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
-        store = Store("file:///simulated", origin, place=self.place.for_node("the checks"))
+        expected = ExpectedJob(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
+        store = Store("file:///simulated", expected, place=self.place.for_node("the checks"))
         try:
             manifest = store.open(record.name)
             read = {info.task: store.read(manifest, info.task) for info in manifest.files}

@@ -18,7 +18,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from taskgraph.checkpoint import Manifest, Name, Origin, Store
+from taskgraph.checkpoint import ExpectedJob, Manifest, Name, Store
 from taskgraph.checkpoint.files import FileInfo
 from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob
 from taskgraph.checkpoint.places import Directory, check_url, open_place
@@ -26,7 +26,7 @@ from taskgraph.errors import CheckpointError, JobError
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
-ORIGIN = Origin(job="fit", fingerprint="f1", tasks=3)
+EXPECTED = ExpectedJob(job="fit", fingerprint="f1", tasks=3)
 
 
 def boundary(number: float) -> Encoded:
@@ -46,9 +46,9 @@ def save(store: Store, epoch: int, before: tuple[str, ...] = (), *, attempt: int
 @pytest.fixture(params=["file", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "file":
-        yield Store(f"file://{tmp_path}/check%20points", ORIGIN)
+        yield Store(f"file://{tmp_path}/check%20points", EXPECTED)
         return
-    yield Store(f"memory://bucket/{uuid.uuid4().hex}", ORIGIN)
+    yield Store(f"memory://bucket/{uuid.uuid4().hex}", EXPECTED)
 
 
 def theta(value: Encoded | None) -> float:
@@ -134,7 +134,7 @@ def test_names_are_their_directories() -> None:
 
 
 def test_older_checkpoint_is_used(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     names = [save(store, epoch).name for epoch in (10, 20, 30, 40)]
     (tmp_path / "fit" / names[3] / "task-000002.safetensors").unlink()
     torn = tmp_path / "fit" / names[2] / "task-000000.safetensors"
@@ -160,7 +160,7 @@ def test_older_checkpoint_is_used(tmp_path: Path) -> None:
     [("manifest.json", "huge"), ("task-000002.safetensors", "pipe"), ("task-000002.safetensors", "endless")],
 )
 def test_wrong_kinds_of_files(tmp_path: Path, file: str, became: str) -> None:
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     good, bad = (save(store, epoch) for epoch in (10, 20))
     path = tmp_path / "fit" / bad.name / file
     if became == "huge":
@@ -178,7 +178,7 @@ def test_wrong_kinds_of_files(tmp_path: Path, file: str, became: str) -> None:
 
 
 def test_fsspec_reads_within_limit() -> None:
-    store = Store(f"memory://bucket/{uuid.uuid4().hex}", ORIGIN)
+    store = Store(f"memory://bucket/{uuid.uuid4().hex}", EXPECTED)
     good, bad = (save(store, epoch) for epoch in (10, 20))
     place: Any = store._place
     with place._fs.open(place._path(f"fit/{bad.name}/task-000000.safetensors"), "ab") as file:
@@ -189,7 +189,7 @@ def test_fsspec_reads_within_limit() -> None:
 
 
 def test_no_memory_for_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     manifest = save(store, 10)
 
     def full(*args: object) -> None:
@@ -203,7 +203,7 @@ def test_no_memory_for_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_unlistable_checkpoint(tmp_path: Path) -> None:
     """A directory of another user's, or on a bad block: no checkpoint could be used for it, whatever else was there."""
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     good = save(store, 10).name
     bad = str(Name(1, 1, 20, "r1"))
     (tmp_path / "fit" / bad).write_text("what cannot be listed, for root neither")
@@ -241,7 +241,7 @@ def test_file_that_is_no_manifest(data: bytes) -> None:
 
 
 def test_torn_final_manifest(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     name = save(store, 10).name
     (tmp_path / "fit" / name / "manifest.json").write_bytes(b"{")
     assert store.open(name).name == name
@@ -251,40 +251,50 @@ def test_torn_final_manifest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "kind", "text"),
+    ("expected", "kind", "text"),
     [
-        (Origin(job="fit", fingerprint="f2", tasks=3), ChangedDriver, "or taskgraph was changed since)"),
-        (Origin(job="fit", fingerprint="local", tasks=3), ChangedDriver, "(a job in one process, nodes=0, cannot use"),
-        (Origin(job="fit", fingerprint="f1", tasks=4), ChangedJob, "(the number of tasks was changed)"),
-        (Origin(job="fit", fingerprint="f2", tasks=4), ChangedJob, "was changed since), and tasks is 3, here it is 4"),
-        (Origin(job="fit", fingerprint="f2", tasks=4, any_driver=True), ChangedJob, "foreign: tasks is 3"),
-        (Origin(job="fit", fingerprint="f1", tasks=3, epochs=10), CheckpointError, "(epochs=11 would have)"),
+        (ExpectedJob(job="fit", fingerprint="f2", tasks=3), ChangedDriver, "or taskgraph was changed since)"),
+        (
+            ExpectedJob(job="fit", fingerprint="local", tasks=3),
+            ChangedDriver,
+            "(a job in one process, nodes=0, cannot use",
+        ),
+        (ExpectedJob(job="fit", fingerprint="f1", tasks=4), ChangedJob, "(the number of tasks was changed)"),
+        (
+            ExpectedJob(job="fit", fingerprint="f2", tasks=4),
+            ChangedJob,
+            "was changed since), and tasks is 3, here it is 4",
+        ),
+        (ExpectedJob(job="fit", fingerprint="f2", tasks=4, any_driver=True), ChangedJob, "foreign: tasks is 3"),
+        (ExpectedJob(job="fit", fingerprint="f1", tasks=3, epochs=10), CheckpointError, "(epochs=11 would have)"),
     ],
 )
-def test_checkpoint_of_changed_job(tmp_path: Path, origin: Origin, kind: type[CheckpointError], text: str) -> None:
-    name = save(Store(str(tmp_path), ORIGIN), 10).name
-    found = Store(str(tmp_path), origin).newest([name])
+def test_checkpoint_of_changed_job(
+    tmp_path: Path, expected: ExpectedJob, kind: type[CheckpointError], text: str
+) -> None:
+    name = save(Store(str(tmp_path), EXPECTED), 10).name
+    found = Store(str(tmp_path), expected).newest([name])
     assert found.manifest is None and found.kinds == {kind}
     assert text in found.refused[0]
 
 
 @pytest.mark.parametrize(
-    "origin",
+    "expected",
     [
-        Origin(job="fit", fingerprint="local", tasks=3, any_driver=True),
-        Origin(job="fit", fingerprint="f1", tasks=3, epochs=11),
+        ExpectedJob(job="fit", fingerprint="local", tasks=3, any_driver=True),
+        ExpectedJob(job="fit", fingerprint="f1", tasks=3, epochs=11),
     ],
 )
-def test_checkpoint_of_accepted_job(tmp_path: Path, origin: Origin) -> None:
-    name = save(Store(str(tmp_path), ORIGIN), 10).name
-    store = Store(str(tmp_path), origin)
+def test_checkpoint_of_accepted_job(tmp_path: Path, expected: ExpectedJob) -> None:
+    name = save(Store(str(tmp_path), EXPECTED), 10).name
+    store = Store(str(tmp_path), expected)
     found = store.newest([name])
     assert found.manifest is not None and found.manifest.fingerprint == "f1"
     assert store.read(found.manifest, 2) is not None
 
 
 def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     manifest = save(store, 10)
     for file in (tmp_path / "fit" / manifest.name).glob("manifest*.json"):
         file.write_text(file.read_text().replace("taskgraph checkpoint 5", "taskgraph checkpoint 4"))
@@ -295,7 +305,7 @@ def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
 
 
 def test_renamed_checkpoint(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     name = save(store, 10).name
     other = name.replace("e000000010", "e000000020")
     os.rename(tmp_path / "fit" / name, tmp_path / "fit" / other)
@@ -303,7 +313,7 @@ def test_renamed_checkpoint(tmp_path: Path) -> None:
         store.open(other)
     os.rename(tmp_path / "fit", tmp_path / "fat")
     with pytest.raises(CheckpointError, match="foreign: job is fit, here it is fat"):
-        Store(f"file://{tmp_path}", Origin(job="fat", fingerprint="f1", tasks=3)).open(other)
+        Store(f"file://{tmp_path}", ExpectedJob(job="fat", fingerprint="f1", tasks=3)).open(other)
 
 
 def test_old_checkpoints_are_removed(store: Store) -> None:
@@ -320,7 +330,7 @@ def test_old_checkpoints_are_removed(store: Store) -> None:
 
 def test_manifest_is_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does that may be killed in between, and who goes on from what is left must not take it for whole."""
-    store, real = Store(f"file://{tmp_path}", ORIGIN), Directory.remove
+    store, real = Store(f"file://{tmp_path}", EXPECTED), Directory.remove
     names = [save(store, epoch).name for epoch in (10, 20)]
     complete: list[list[Name]] = []
 
@@ -344,7 +354,7 @@ def test_unremovable_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         real(self, path)
 
     monkeypatch.setattr(Directory, "remove", remove)
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     names = [save(store, epoch).name for epoch in (10, 20, 30, 40)]
     with pytest.raises(PermissionError, match="-e000000010-"):
         store.keep_only(names[3:], names[3])
@@ -352,7 +362,7 @@ def test_unremovable_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_files_stay(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     name = save(store, 10).name
     (tmp_path / "fit" / "notes.txt").write_text("mine")
     (tmp_path / "fit" / "s1").mkdir()
@@ -365,8 +375,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     """A real ENOSPC or EFBIG: the file's size is limited by the kernel."""
     script = f"""
         import resource, signal, sys
-        from tests.unit.checkpoint.test_store import ORIGIN, Name, Store, boundary, encode, np, save
-        store = Store("file://{tmp_path}", ORIGIN)
+        from tests.unit.checkpoint.test_store import EXPECTED, Name, Store, boundary, encode, np, save
+        store = Store("file://{tmp_path}", EXPECTED)
         save(store, 10)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -378,7 +388,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     """
     done = python(script)
     assert "File too large" in done.stdout
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     assert [n.epoch for n in store.complete()] == [10]
     assert os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1") == []
 
@@ -438,14 +448,14 @@ def test_what_is_removed_is_listed_once(store: Store, monkeypatch: pytest.Monkey
 
 
 def test_discard_stops_without_right(tmp_path: Path) -> None:
-    store, name = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1")
+    store, name = Store(f"file://{tmp_path}", EXPECTED), Name(1, 1, 20, "r1")
     store.write(name, 0, boundary(0))
     store.discard(name, lambda: False)
     assert os.listdir(tmp_path / "fit" / str(name)) == ["task-000000.safetensors"]
 
 
 def test_discard_keeps_files_being_written(tmp_path: Path) -> None:
-    store, name = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1")
+    store, name = Store(f"file://{tmp_path}", EXPECTED), Name(1, 1, 20, "r1")
     store.write(name, 0, boundary(0))
     beside = tmp_path / "fit" / str(name) / ".task-000002.safetensors.abc.tmp"
     beside.touch()
@@ -455,7 +465,7 @@ def test_discard_keeps_files_being_written(tmp_path: Path) -> None:
 
 def test_sweep(tmp_path: Path) -> None:
     """What a writer that was killed left in it stayed, and so its directory did."""
-    store, name = Store(f"file://{tmp_path}", ORIGIN, by="a1"), Name(1, 1, 20, "r1")
+    store, name = Store(f"file://{tmp_path}", EXPECTED, by="a1"), Name(1, 1, 20, "r1")
     folder, asked = tmp_path / "fit" / str(name), []
 
     def writes(task: int, by: str) -> bool:
@@ -493,7 +503,7 @@ def test_sweep_keeps_complete_checkpoint(store: Store) -> None:
 
 
 def test_directory_removed_before_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, name, real = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1"), Path.mkdir
+    store, name, real = Store(f"file://{tmp_path}", EXPECTED), Name(1, 1, 20, "r1"), Path.mkdir
     made: list[Path] = []
 
     def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
@@ -515,7 +525,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     if done.returncode:
         pytest.skip(f"no mount here: {done.stderr}")
     try:
-        store = Store(f"file://{mounted}", ORIGIN)
+        store = Store(f"file://{mounted}", EXPECTED)
         name = save(store, 10).name
         big = encode({"state": np.zeros(100_000), "numbers": {}, "log": {}})
         with pytest.raises(OSError, match="No space left"):
@@ -529,8 +539,8 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 def test_a_writer_that_was_killed_half_way(tmp_path: Path) -> None:
     script = f"""
         import os, signal
-        from tests.unit.checkpoint.test_store import ORIGIN, Directory, Name, Store, boundary, save
-        store = Store("file://{tmp_path}", ORIGIN)
+        from tests.unit.checkpoint.test_store import EXPECTED, Directory, Name, Store, boundary, save
+        store = Store("file://{tmp_path}", EXPECTED)
         save(store, 10)
         def parts():
             yield b"x" * 5000
@@ -539,7 +549,7 @@ def test_a_writer_that_was_killed_half_way(tmp_path: Path) -> None:
     """
     done = python(script, check=False)
     assert done.returncode == -signal.SIGKILL
-    store = Store(f"file://{tmp_path}", ORIGIN)
+    store = Store(f"file://{tmp_path}", EXPECTED)
     assert [n.epoch for n in store.complete()] == [10]
     (left,) = os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1")
     assert left.endswith(".tmp")
@@ -671,7 +681,7 @@ def test_unreachable_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_of_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store("memory://bucket/broken", ORIGIN)
+    store = Store("memory://bucket/broken", EXPECTED)
     place: Any = store._place
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -697,7 +707,7 @@ class Flaky(Directory):
 
 def test_transient_read_error(tmp_path: Path) -> None:
     place = Flaky(tmp_path)
-    store = Store(f"file://{tmp_path}", ORIGIN, place=place)
+    store = Store(f"file://{tmp_path}", EXPECTED, place=place)
     save(store, 10)
     (name,) = store.complete()
     place.failing = 2
@@ -709,7 +719,7 @@ def test_transient_read_error(tmp_path: Path) -> None:
 def test_lasting_read_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.checkpoint.store._PAUSES_S", (0.001, 0.001))
     place = Flaky(tmp_path)
-    store = Store(f"file://{tmp_path}", ORIGIN, place=place)
+    store = Store(f"file://{tmp_path}", EXPECTED, place=place)
     manifest = save(store, 10)
     place.failing = 3
     with pytest.raises(CheckpointError, match=r"task-000000.safetensors cannot be read: .*not now"):

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import taskgraph as tg
-from taskgraph.checkpoint.manifest import Origin
+from taskgraph.checkpoint.manifest import ExpectedJob
 from taskgraph.checkpoint.store import Store
 from taskgraph.driver.spec import JobSpec
 from taskgraph.elastic_jobs.node import ElasticNode
@@ -391,8 +391,8 @@ class ElasticWorld:
         """The checkpoint that the pointer names holds the state of totals that were given out."""
         assert self.view.checkpoint is not None
         record = self.view.checkpoint.record
-        origin = Origin(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
-        store = Store(PLACE, origin, place=self.place.for_node("the checks"))
+        expected = ExpectedJob(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
+        store = Store(PLACE, expected, place=self.place.for_node("the checks"))
         try:
             value = store.read(store.open(record.name), 0)
             assert value is not None
