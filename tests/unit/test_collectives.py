@@ -16,6 +16,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.collectives import adding
 from taskgraph.collectives.plan import LARGE_SLICE_BYTES, place
+from taskgraph.node.router import Router
 
 TASKS = [1, 2, 6, 9]
 LARGE = 4 * LARGE_SLICE_BYTES // 8
@@ -413,6 +414,53 @@ def test_stateless_collectives_are_composed_once_and_overlap(monkeypatch: pytest
     assert tg.testing.run(total, strict=False).values == dict.fromkeys(range(3), 3.0 * sum(range(30)))
     assert len(calls) < 15, "once for many epochs"
     assert tg.testing.run(total).values == dict.fromkeys(range(3), 3.0 * sum(range(30)))
+
+
+def test_large_values_in_one_epoch_leave_later_pulls_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_all, calls = Router.begin_all, [0]
+
+    def counted(*args: Any) -> Any:
+        calls[-1] += 1
+        return begin_all(*args)
+
+    class Once(Total):
+        size = 3
+
+        @tg.stateless
+        def part(self, epoch: tg.Epoch, ins: tg.Inputs) -> Any:
+            return np.ones(self.size if epoch.number == 3 else 3)
+
+    class Large(Once):
+        size = 2 * LARGE
+
+    monkeypatch.setattr(Router, "begin_all", counted)
+    for builder in (Once, Large):
+        calls.append(0)
+        tg.testing.run(tg.Job(tasks=2, epochs=50, builder=builder), strict=False)
+    _, small, large = calls
+    assert 0 < large < 2 * small
+
+
+class Heavy(tg.Task, state=["total", "weights"]):
+    """Has so much state that its digest, in strict mode, takes longer than the sync point."""
+
+    def setup(self) -> None:
+        self.total = 0.0
+        self.weights = np.ones(1_000_000)
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.allreduce("sum", lambda epoch, ins: np.ones(5), self.add, via="ring")
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
+        self.total += float(ins["sum"][0])
+
+    def result(self) -> float:
+        return self.total
+
+
+def test_strict_mode_checks_the_state_after_an_exchange_before_sync_points_change_it() -> None:
+    strict = tg.Job(tasks=3, epochs=2, builder=lambda _: Heavy(), settings=tg.Settings(strict=True))
+    assert tg.run(strict, nodes=0).values == dict.fromkeys(range(3), 6.0)
 
 
 def test_values_that_were_added_are_freed_at_once() -> None:

@@ -179,7 +179,9 @@ class Attempt:
                 graph = await self._compose()
             self._set_graph(graph)
             parallel = [self._create_task(self._process(p)) for p in graph.parallel] if graph.parallel else ()
-            inbound.pull(graph, self._create_task, self._process, self.traced and clock())
+            deriving: list[asyncio.Task[None]] = []
+            derive = partial(self._begin_deriving, deriving)
+            inbound.pull(graph, self._create_task, derive, self.traced and clock())
             if injects:
                 await primary.node.point("processor", self.task, self.number)
             for processor in graph.ordered:
@@ -188,6 +190,8 @@ class Attempt:
                 await work
             if inbound.open:
                 await inbound.wait_for_all_items()
+            for work in deriving:  # each has supplied its item; strict mode still checks the state after it
+                await work
             if self.replica.shape.receives:
                 await activity.wait_until_sealed(partial(primary.report_idle, self))
             else:
@@ -250,6 +254,9 @@ class Attempt:
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
         self._primary.attempts.answer_waiting_pulls(self)
+
+    def _begin_deriving(self, deriving: list[asyncio.Task[None]], processor: Processor) -> None:
+        deriving.append(self._create_task(self._process(processor)))
 
     async def _process(self, processor: Processor) -> None:
         name, items = processor.name, self.inbound.items

@@ -70,7 +70,7 @@ class Inbound:
         self._since = 0  # when the pulls began, if traced
         self._graph: Graph | None = None
         self._channels: tuple[Channel, ...] = ()
-        self._derive: Callable[[Processor], Coroutine[Any, Any, None]] | None = None
+        self._derive: Callable[[Processor], None] | None = None
         self._spawn: Callable[[Coroutine[Any, Any, None]], object] | None = None
         self._pulling: dict[asyncio.Future[Reply], None] = {}  # calls without an asyncio task
         self._awaited: list[tuple[asyncio.Future[None], set[Channel]]] = []  # waiters, with the items that each lacks
@@ -85,14 +85,14 @@ class Inbound:
         self,
         graph: Graph,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        derive: Callable[[Processor], Coroutine[Any, Any, None]],
+        derive: Callable[[Processor], None],
         since: int,
     ) -> None:
         """Begins to pull every item of the epoch.
 
         Args:
             spawn: runs a coroutine of the attempt; an error in it ends the attempt.
-            derive: runs a processor that derives a local channel.
+            derive: begins to run a processor that derives a local channel.
             since: `clock()` if the epoch is traced; otherwise 0.
         """
         self._graph, self._spawn, self._derive, self._since = graph, spawn, derive, since
@@ -236,7 +236,7 @@ class Inbound:
             if value.digest != derived.mark:
                 self._keep((derived.tag, task), value)
             elif self._derive is not None:
-                self._create_task(self._derive(processor))
+                self._derive(processor)
 
     def _keep(self, channel: Channel, value: Encoded) -> None:
         """Keeps an item, and wakes those that wait for it."""

@@ -82,9 +82,13 @@ class Pulls:
         return count
 
     def item_arrived(self, tag: str, producer: int, value: Encoded) -> None:
-        """Notes the size of an item, on which the number of pulls in advance depends."""
+        """Notes the size of an item, on which the number of pulls in advance depends.
+
+        Items of optional channels do not count: they are not pulled in advance.
+        """
         if value.size_bytes > LARGE_BYTES:
-            self.large[(tag, producer)] = value.size_bytes
+            if (tag, producer) in self._latest:
+                self.large[(tag, producer)] = value.size_bytes
         elif self.large:
             self.large.pop((tag, producer), None)
 
@@ -95,7 +99,7 @@ class Pulls:
             del self._latest[channel]
             if channel in self._early:
                 self._forget(channel)
-        for channel in self.large.keys() - self._latest.keys():  # an item may arrive after its channel was forgotten
+        for channel in self.large.keys() - self._latest.keys():
             del self.large[channel]
 
     def _forget(self, channel: Channel) -> None:
