@@ -150,6 +150,7 @@ class Computing:
                     return False
                 self.take(decode(asked.result()))
                 if self.share.last is not None:
+                    self.at = None  # the next call, which is the end, is at no piece
                     self._leave(call)
                     return True
             finally:

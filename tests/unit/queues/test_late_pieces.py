@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any, ClassVar
 
 import numpy as np
@@ -169,3 +170,44 @@ def test_a_late_thread_runs_on_beside_the_epochs() -> None:
     assert len(errors) == 3 and all("another task has computed this piece" in error for error in errors)
     of_slow = {number for task, number in Threads.epochs_of if task == Threads.slow_task}
     assert {0, 1, 5} <= of_slow and not {2, 3} & of_slow, "it takes no pieces while its thread runs"
+
+
+@tg.message
+class Number:
+    """It takes half a second to make one, once `waits` is set."""
+
+    number: int
+    waits: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if Number.waits:
+            Number.waits = False
+            time.sleep(0.5)
+
+
+class LongEnd(Sums):
+    """Piece 17 waits in a thread, for the first task that has it; then that task takes long to put its results."""
+
+    epochs = 2
+    began = False
+    ended = threading.Event()
+
+    def work(self, epoch: tg.Epoch, piece: int) -> Number:  # type: ignore[override]
+        found = Number(piece)
+        if piece == SLOW and not LongEnd.began:
+            LongEnd.began = True
+            while not epoch.cancelled:
+                time.sleep(0.001)
+                Number.waits = epoch.cancelled
+            assert self.ended.wait(30)
+        return found
+
+    def keep(self, epoch: tg.Epoch, ins: tg.Inputs) -> None:
+        self.sums.append(sum(one.number for one in ins["work"]))
+        self.ended.set()
+
+
+def test_a_task_with_a_late_piece_may_take_long_to_put_its_results() -> None:
+    found = tg.run(job(LongEnd), nodes=0)
+    assert set(map(tuple, found.values.values())) == {(sum(range(PIECES)),) * LongEnd.epochs}
+    assert not Number.waits
