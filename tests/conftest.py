@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +24,10 @@ _ANY_PACE = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis
 hypothesis.settings.register_profile("same", _ANY_PACE, derandomize=True)
 hypothesis.settings.register_profile("explore", _ANY_PACE, derandomize=False, max_examples=20_000)
 hypothesis.settings.load_profile("same")
+
+# A shell has what it starts in the background ignore Ctrl-C, and so would the commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Processes that live as long as the session: its etcd's guard.
 _SESSION_PROCESSES: set[int] = set()
