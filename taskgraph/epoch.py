@@ -596,7 +596,7 @@ def ask_service(epoch: Epoch, to: int, method: str, payload: Any = None) -> Repl
 
 
 def reply_future(reply: Reply) -> asyncio.Future[Encoded]:
-    """Returns a future of an answer as it comes. Nobody need wait for it."""
+    """Returns a future of an answer as it comes. The caller need not wait for it."""
     answer = asyncio.wrap_future(reply._future)
     answer.add_done_callback(_mark_retrieved)
     return answer

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 from taskgraph.collectives import adding
 from taskgraph.collectives.plan import Op
 from taskgraph.collectives.ports import Ins, Outs
-from taskgraph.collectives.values import place
+from taskgraph.collectives.values import EveryEpoch, place
 from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.compose import Derived
 from taskgraph.graph.values import encode
@@ -25,7 +25,7 @@ def nothing() -> None:
     """Stands for user code in processors that have none."""
 
 
-class _Internal:
+class _Internal(EveryEpoch):
     """Makes a compute that calls `run`: on the event loop, or in a thread if the values are large.
 
     Attributes:
@@ -35,14 +35,6 @@ class _Internal:
     __slots__ = ()
     arguments: ClassVar[tuple[str, ...]] = ()
     is_brief: ClassVar[bool] = False
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def derives(self) -> Derived | None:
-        return None
 
     def run(self, ins: Ins, outs: Outs) -> None:
         raise NotImplementedError

@@ -17,7 +17,7 @@ from taskgraph.protocol.frozen import frozen
 from taskgraph.shape import is_stateless
 from taskgraph.signatures import returns_coroutine
 
-__all__ = ["CutAndPut", "Put", "PutEach", "PutPartial", "PutSlices", "Then", "place"]
+__all__ = ["CutAndPut", "EveryEpoch", "Put", "PutEach", "PutPartial", "PutSlices", "Then", "place"]
 
 
 def place(work: Work, what: str) -> str:
@@ -25,11 +25,10 @@ def place(work: Work, what: str) -> str:
     return f"task {work.task}, epoch {work.number}: {what}"
 
 
-class _OfUser:
-    """Makes a compute of user code that is called with `(epoch, ins)`, as a plain function or a coroutine."""
+class EveryEpoch:
+    """A wrapper of processors that run in every epoch, and then use all their channels."""
 
     __slots__ = ()
-    arguments: ClassVar[tuple[str, ...]] = ("epoch", "ins")
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -38,6 +37,13 @@ class _OfUser:
     @property
     def derives(self) -> Derived | None:
         return None
+
+
+class _OfUser(EveryEpoch):
+    """Makes a compute of user code that is called with `(epoch, ins)`, as a plain function or a coroutine."""
+
+    __slots__ = ()
+    arguments: ClassVar[tuple[str, ...]] = ("epoch", "ins")
 
     def give(self, outs: Outs, value: Any) -> None:
         """Puts what user code returned."""

@@ -69,7 +69,7 @@ class MapOf(NamedTuple):
 class Computing:
     """The compute of one task in one attempt.
 
-    The call has the lock, but not while it is in `value`. So whoever has the lock may use `share`, `asked` and `at`.
+    The call has the lock, but not while it is in `value`. With the lock, the loop may use `share`, `asked` and `at`.
 
     Attributes:
         asked: the ask that the call waits for.

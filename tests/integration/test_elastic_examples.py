@@ -15,7 +15,7 @@ from taskgraph.driver.loading import load_driver
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACED = str(Path(__file__).parent / "drivers" / "elastic_examples.py")
 LIMIT_S = 240.0
-PASSES = 4
+PASSES = 8
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -73,7 +73,7 @@ async def test_network(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
     cli.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # PyTorch makes it, and leaves it
     calm = await undisturbed("elastic_torch", passes=PASSES)
-    assert calm["0"]["best accuracy"] > 0.9
+    assert calm["0"]["best accuracy"] > 0.93
     options = {"passes": PASSES, "checkpoint": f"file://{tmp_path / 'kept'}"}
     run = await until_both_are_dead(cli, "read_digits", "elastic_torch", nodes=2, **options)
     await run.until("checkpoint after step")
