@@ -32,7 +32,7 @@ _CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
-AuthInfo=socket={folder}/munge.sock,cred_expire=5
+AuthInfo=socket={folder}/munge.sock,cred_expire=10
 SlurmctldPort={port}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
@@ -126,9 +126,15 @@ class Slurm:
         """Looks until what is seen fits."""
         deadline = time.monotonic() + limit_s
         while not fits(seen := look()):
-            assert time.monotonic() < deadline, f"after {limit_s:g} s it is {str(seen)[:500]}"
+            assert time.monotonic() < deadline, f"after {limit_s:g} s it is {str(seen)[:500]}\n{self._queue()}"
             time.sleep(0.1)
         return seen
+
+    def _queue(self) -> str:
+        """Returns what waits and why, and what the daemons complained of."""
+        lines = [line for path in self.folder.glob("log/slurm*.log") for line in path.read_text().splitlines()]
+        complaints = [line for line in lines if "error" in line and "pmix" not in line]
+        return "\n".join((self.run("squeue", "-r"), *complaints[-20:]))
 
     def elements(self, name: str) -> dict[str, str]:
         """Returns the state of each element of the arrays of that name that has not ended, by its number."""

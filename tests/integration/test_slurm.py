@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 DRIVERS = Path(__file__).parent / "drivers"
 GRAPH = (str(DRIVERS / "steady.py"), "-o", "epochs=150", "-o", "pace_s=0.4")
-ELASTIC = (str(DRIVERS / "elastic_fit.py"), "-o", "passes=30", "-o", "pause_s=0.1")
+ELASTIC = (str(DRIVERS / "elastic_fit.py"), "-o", "passes=90", "-o", "pause_s=0.1")
 PREEMPTIBLE = ("--partition", "core", "--nodes", "1", "--extra-priority", "low", "--extra-nodes")
 
 
@@ -90,7 +90,7 @@ class Site:
         path.write_text("".join(f"{line}\n" for line in lines))
         return str(path)
 
-    def until(self, name: str, fits: Callable[[dict[str, Any]], object], limit_s: float = 40.0) -> dict[str, Any]:
+    def until(self, name: str, fits: Callable[[dict[str, Any]], object], limit_s: float = 100.0) -> dict[str, Any]:
         return self.slurm.until(lambda: self.status(name), fits, limit_s)
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -145,6 +145,7 @@ def lost_at(site: Site) -> int:
     return before
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("lost_at")  # Slurm takes its time for that, too
 def test_preempted_jobs_shrink_and_grow_and_compute_the_same(site: Site, embedded_etcd: EmbeddedEtcd) -> None:
     slurm = site.slurm
