@@ -21,6 +21,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -45,8 +46,9 @@ def nothing(piece: int) -> int:
     return piece
 
 
-def lasting(piece: int) -> tuple[int, int]:
-    """Sleeps; one of the nodes sleeps 4 times as long. Returns the process."""
+def lasting(piece: int) -> tuple[int, float]:
+    """Sleeps; one of the nodes sleeps 4 times as long. Returns the process, and how long the piece took."""
+    began = time.perf_counter()
     slow = Path(os.environ["MAPS_SLOW"])
     try:
         os.close(os.open(slow, os.O_CREAT | os.O_EXCL))
@@ -54,7 +56,7 @@ def lasting(piece: int) -> tuple[int, int]:
     except FileExistsError:
         pass
     time.sleep(SLOW_S * (4 if slow.read_text() == str(os.getpid()) else 1))
-    return piece, os.getpid()
+    return os.getpid(), time.perf_counter() - began
 
 
 def marked(piece: int) -> tuple[int, int]:
@@ -111,13 +113,20 @@ def kills(count: int) -> dict[str, Any]:
 
 
 def slow() -> dict[str, Any]:
-    """Compares with the time if the work were shared by the nodes' pace without a rest."""
+    """Compares with the time if the pieces, as long as they were, had been shared by the nodes' pace without a rest."""
     path = Path(os.environ.setdefault("MAPS_SLOW", f"/dev/shm/maps-slow-{os.getpid()}"))
+    took: dict[int, list[float]] = {}
+
+    def noted() -> Iterator[None]:
+        for _, (pid, piece_s) in ours(lasting, SLOW, 4):
+            took.setdefault(pid, []).append(piece_s)
+            yield
+
     try:
-        took_s = timed(ours(lasting, SLOW, 4), SLOW)
+        took_s = timed(noted(), SLOW)
     finally:
         path.unlink(missing_ok=True)
-    ideal_s = SLOW * SLOW_S / 3.25
+    ideal_s = SLOW / sum(1 / statistics.median(each) for each in took.values())
     return {"took_s": round(took_s, 3), "ideal_s": round(ideal_s, 3), "over": round(took_s / ideal_s - 1, 3)}
 
 
