@@ -83,9 +83,11 @@ class Roles:
         try:
             await primary.run()
         except Exception as error:
-            node.log.exception("task %d, term %d: cannot go on", primary.task, primary.term)
-            why = str(error) if isinstance(error, StuckError | TaskGraphError) else error_text(error)
-            failed = TaskGraphError(f"task {primary.task} on {node.name} cannot go on: {why}")
+            known = isinstance(error, StuckError | TaskGraphError)
+            failed = TaskGraphError(
+                f"task {primary.task} on {node.name} cannot go on: {error if known else error_text(error)}"
+            )
+            node.log.error("%s", failed, exc_info=None if known else error)
             at = primary.attempts.latest
             code = RunningCode("its primary", primary.task, node.epoch if at is None else at.epoch)
             node.end_with(failed, ran=(code,))

@@ -13,6 +13,7 @@ A task with such a late call computes no pieces until the call has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +124,9 @@ class Computing:
                     return
         except (asyncio.CancelledError, AttemptEnded):  # the epoch begins again, and may use the results
             call.cancel()
-            await asyncio.wait([call])
+            while not call.done():
+                with contextlib.suppress(asyncio.CancelledError):  # a second cancellation changes nothing
+                    await asyncio.wait([call])
             call.result()
             raise
         except BaseException:

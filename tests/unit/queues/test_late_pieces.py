@@ -211,3 +211,30 @@ def test_a_task_with_a_late_piece_may_take_long_to_put_its_results() -> None:
     found = tg.run(job(LongEnd), nodes=0)
     assert set(map(tuple, found.values.values())) == {(sum(range(PIECES)),) * LongEnd.epochs}
     assert not Number.waits
+
+
+class Fails(Sums):
+    """Piece 17 waits in a thread, for the first task that has it, and raises for the others."""
+
+    first: int | None = None
+    go_on = threading.Event()
+
+    def work(self, epoch: tg.Epoch, piece: int) -> int:  # type: ignore[override]
+        if piece == SLOW:
+            if Fails.first is None:
+                Fails.first = self.task_id
+                self.go_on.wait(30)
+            elif self.task_id != Fails.first:
+                raise ValueError("none for 17")
+        return piece
+
+
+def test_a_job_that_fails_beside_a_late_thread_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    settings = tg.Settings(cancel_s=0.1)
+    with pytest.raises(tg.JobFailed, match="piece 17 of 'work' failed too often") as failed:
+        tg.run(tg.Job(tasks=3, epochs=1, builder=Fails, settings=settings, tables=job(Fails).tables), nodes=0)
+    Fails.go_on.set()
+    assert "none for 17" in str(failed.value)
+    (record,) = (each for each in caplog.records if each.levelname == "ERROR")
+    assert f"task {Fails.first} on" in record.getMessage() and "did not return within 0.1 s" in record.getMessage()
+    assert record.exc_info is None
