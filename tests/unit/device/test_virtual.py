@@ -147,14 +147,14 @@ def files() -> set[tuple[str, str]]:
 def test_failed_allocation_leaves_nothing(driver: Any) -> None:
     kept = virtual.allocate(0, 2 * MIB)
     handle, before, there = kept.offer(), driver.live(), files()
-    for _ in range(3):
+    for _ in range(10):
         driver.fail(1)
         with pytest.raises(virtual.DriverError, match="cuMemSetAccess: CUDA error 801"):
             virtual.open_run(0, handle, 2 * MIB)
         with pytest.raises(virtual.DriverError, match="cuMemMap"):
             virtual.open_run(0, handle, 4 * MIB)  # it is less
         gc.collect()
-    assert driver.live() == before and files() <= there
+    assert driver.live() == before and len(files() - there) < 10
 
 
 @pytest.mark.parametrize("name", ["libthere-is-none.so", "libc.so.6"])
@@ -170,20 +170,22 @@ def test_driver_without_sharing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_failed_offer_closes_descriptor(driver: Any, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     virtual.allocate(0, 2 * MIB).offer()  # whatever a process has from the first one on
     handles.close_withdrawn()
-    there = files()
-    own = virtual.allocate(0, 2 * MIB)
-    run = virtual.open_run(0, own.offer(), 2 * MIB) if whose == "another's" else own
+    there, offer = files(), handles.offer
 
     def cannot(fd: int) -> bytes:
         raise OSError("no thread can be started")
 
-    monkeypatch.setattr(handles, "offer", cannot)
-    with pytest.raises(OSError):
-        run.offer()
-    del run, own
+    for _ in range(10):
+        monkeypatch.setattr(handles, "offer", offer)
+        own = virtual.allocate(0, 2 * MIB)
+        run = virtual.open_run(0, own.offer(), 2 * MIB) if whose == "another's" else own
+        monkeypatch.setattr(handles, "offer", cannot)
+        with pytest.raises(OSError):
+            run.offer()
+        del run, own
     gc.collect()
     handles.close_withdrawn()
-    assert files() <= there
+    assert len(files() - there) < 10
 
 
 async def test_event_loop_does_not_unmap(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:

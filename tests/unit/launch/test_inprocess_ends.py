@@ -273,10 +273,11 @@ def test_code_that_ends_its_event_loop_fails_the_job(how: str, said: str, run: A
 
 
 class Keeping(tg.Task, state=["n"]):
-    """Keeps one checkpoint; `over` is set after the last epoch."""
+    """Keeps one checkpoint; `over` is set after the last epoch, and after `began` if there is one."""
 
-    def __init__(self, over: threading.Event) -> None:
+    def __init__(self, over: threading.Event, began: threading.Event | None) -> None:
         self.over = over
+        self.began = began
 
     def setup(self) -> None:
         self.n = 0
@@ -288,15 +289,16 @@ class Keeping(tg.Task, state=["n"]):
         self.n += 1
 
     def result(self) -> int:
+        assert self.began is None or self.began.wait(60)
         self.over.set()
         return self.n
 
 
-def keeping(place: Path, over: threading.Event, settings: tg.Settings) -> tg.Job:
+def keeping(place: Path, over: threading.Event, settings: tg.Settings, began: threading.Event | None = None) -> tg.Job:
     return tg.Job(
         tasks=1,
         epochs=3,
-        builder=lambda task: Keeping(over),
+        builder=lambda task: Keeping(over, began),
         name="keeping",
         checkpoint=place.as_uri(),
         checkpoint_every=2,
@@ -332,9 +334,8 @@ def test_hanging_checkpoint_directory_does_not_keep_a_job(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "fsync", hangs)
     try:
-        job = keeping(tmp_path, threading.Event(), tg.Settings(call_s=1.0))
+        job = keeping(tmp_path, threading.Event(), tg.Settings(call_s=1.0), began=writes)
         assert tg.run(job, nodes=0, timeout_s=60).values == {0: 3}
-        assert writes.wait(60)
         assert not goes_on.is_set()
     finally:
         goes_on.set()
