@@ -42,7 +42,7 @@ async def test_processes_that_share_a_device_open_each_others_memory_and_one_is_
 
 
 async def test_rows_between_hosts_survive_a_kill(cli: Cli) -> None:
-    size, epochs = 600_000, 60  # more than a piece
+    size, epochs = 600_000, 100  # more than a piece
     told = {"SOFT_DEVICE_REMOTE": "1", "SOFT_DEVICE_SIZE": str(size)}
     options = ("--json", "--nodes", "3", "--listen", "127.0.0.1", "-o", f"epochs={epochs}")
     command = await cli.start("run", str(DRIVER), *options, **told)
@@ -58,5 +58,5 @@ async def test_rows_between_hosts_survive_a_kill(cli: Cli) -> None:
     last = [numbers["registered"] for numbers in result["reports"][-1]["by_task"].values()]
     # What a node needs at once depends on how many tasks it has and how many epochs are under way. It does not grow
     # with the epochs, but what is sent does: each task sends an array in each of them.
-    assert all(0 < registered < epochs for registered in last), f"memory that is used again and again: {last}"
+    assert all(0 < registered < epochs / 2 for registered in last), f"memory that is used again and again: {last}"
     await cli.nothing_left()

@@ -136,12 +136,19 @@ def test_allocate_too_much(driver: Any) -> None:
 
 
 def files() -> set[tuple[str, str]]:
-    """Number and file. What other tests left here, as threads of gRPC, may open and close some meanwhile."""
+    """Number and file."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             found.add((number, os.readlink(f"/proc/self/fd/{number}")))
     return found
+
+
+def leaked(there: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """What is open now and was not there, but for two sockets: threads of gRPC that other tests left may open some."""
+    new = files() - there
+    sockets = {(number, file) for number, file in new if file.startswith("socket:")}
+    return new if len(sockets) > 2 else new - sockets
 
 
 def test_failed_allocation_leaves_nothing(driver: Any) -> None:
@@ -154,7 +161,7 @@ def test_failed_allocation_leaves_nothing(driver: Any) -> None:
         with pytest.raises(virtual.DriverError, match="cuMemMap"):
             virtual.open_run(0, handle, 4 * MIB)  # it is less
         gc.collect()
-    assert driver.live() == before and len(files() - there) < 10
+    assert driver.live() == before and not leaked(there)
 
 
 @pytest.mark.parametrize("name", ["libthere-is-none.so", "libc.so.6"])
@@ -185,7 +192,7 @@ def test_failed_offer_closes_descriptor(driver: Any, monkeypatch: pytest.MonkeyP
         del run, own
     gc.collect()
     handles.close_withdrawn()
-    assert len(files() - there) < 10
+    assert not leaked(there)
 
 
 async def test_event_loop_does_not_unmap(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,34 +308,36 @@ def keeping(place: Path, over: threading.Event, settings: tg.Settings, began: th
 
 def test_checkpoint_is_written_before_the_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late file would reappear in a directory that the caller removes."""
-    over, fsync, began, ended = threading.Event(), os.fsync, [0], [0]
+    over, writes, fsync, began, ended = threading.Event(), threading.Event(), os.fsync, [0], [0]
 
     def slow(descriptor: int) -> None:
         began[0] += 1
+        writes.set()
         over.wait(60)
         time.sleep(0.3)  # the job has ended long before that
         fsync(descriptor)
         ended[0] += 1
 
     monkeypatch.setattr(os, "fsync", slow)
-    assert tg.run(keeping(tmp_path, over, tg.Settings()), nodes=0, timeout_s=60).values == {0: 3}
+    assert tg.run(keeping(tmp_path, over, tg.Settings(), began=writes), nodes=0, timeout_s=60).values == {0: 3}
     left = [path.name for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
     assert began[0] > 0, "nothing was written"
     assert (began, left) == (ended, [])
 
 
 def test_hanging_checkpoint_directory_does_not_keep_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, writes, fsync = threading.Event(), threading.Event(), os.fsync
+    goes_on, writes, written, fsync = threading.Event(), threading.Event(), threading.Event(), os.fsync
 
     def hangs(descriptor: int) -> None:
         writes.set()
         goes_on.wait(60)
+        written.set()
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", hangs)
     try:
         job = keeping(tmp_path, threading.Event(), tg.Settings(call_s=1.0), began=writes)
         assert tg.run(job, nodes=0, timeout_s=60).values == {0: 3}
-        assert not goes_on.is_set()
+        assert not written.is_set()
     finally:
         goes_on.set()
