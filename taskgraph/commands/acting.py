@@ -27,7 +27,7 @@ from taskgraph.launch import forget as forgetting
 from taskgraph.launch.follow import Follower, client_of
 from taskgraph.launch.runtime import Runtime
 from taskgraph.node.usercode import lastwords
-from taskgraph.observe.format import counted, ids_text
+from taskgraph.observe.format import counted, ids_text, tasks_text
 from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.protocol.reach import host_of, unix_socket
@@ -92,7 +92,7 @@ async def kill(options: argparse.Namespace) -> int:
         reached.spec.check_protocol()
         view = await _view(reached)
         _check_running(reached, view)
-        node, what = _target(options, view, reached.spec.tasks, reached.spec.backups, elastic=reached.spec.elastic)
+        node, what = _target(options, view, reached.spec)
         record = view.nodes[node].record
         risk, fails = kill_risk(view, reached.spec, node, number)
         if fails and not options.force:
@@ -226,9 +226,7 @@ def signal_process(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def _target(
-    options: argparse.Namespace, view: JobView, tasks: int, asked: int, *, elastic: bool = False
-) -> tuple[str, str]:
+def _target(options: argparse.Namespace, view: JobView, spec: JobSpec) -> tuple[str, str]:
     """Returns the node to signal, and its role in words.
 
     Raises:
@@ -241,15 +239,15 @@ def _target(
         if options.node is None:
             raise JobError("give --task T (its primary), --task T --backup, or --node NAME")
         node = _node_named(view, options.node)
-        if elastic:
+        if spec.elastic:
             workers = [worker for worker, _ in view.workers.record.workers] if view.workers is not None else []
             return node, f"one of {counted(len(workers), 'worker')}" if node in workers else "which is no worker yet"
-        primaries = [t for t in range(tasks) if view.primary_node(t) == node]
-        return node, f"primary of {counted(len(primaries), 'task')}"
-    if elastic:
+        primaries = [t for t in range(spec.tasks) if view.primary_node(t) == node]
+        return node, f"primary of {tasks_text(primaries, spec.tasks, spec.services)}"
+    if spec.elastic:
         raise JobError("--task: the workers of an elastic job have no tasks: give --node NAME")
-    if not 0 <= options.task < tasks:
-        raise JobError(f"--task {options.task}: the job has tasks 0 to {tasks - 1}")
+    if not 0 <= options.task < spec.tasks:
+        raise JobError(f"--task {options.task}: the job has tasks 0 to {spec.tasks - 1}")
     primary = view.primary_node(options.task)
     backups = [n for n in view.in_sync(options.task) if n != primary and n in view.nodes]
     if options.node is not None:
@@ -258,7 +256,7 @@ def _target(
             raise JobError(_contradiction(options, view, primary, backups, node))
         return node, f"a backup of task {options.task}" if options.backup else f"the primary of task {options.task}"
     if options.backup:
-        if not backups and asked == 0:
+        if not backups and spec.backups == 0:
             raise JobError(f"task {options.task} has no backup in sync (the job has backups=0)")
         if not backups:
             raise TransportError(f"task {options.task} has no backup in sync at the moment")

@@ -132,7 +132,7 @@ async def _launch(options: argparse.Namespace) -> int:
         runtime = Runtime()
         runtime.join(entry)
         never_wait()
-        shown = JobProgress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
+        shown = JobProgress(reached.name, reached.spec.own_tasks, reached.spec.epochs, reached.spec.backups)
         shown.follow(follower.view)
         await follower.start(shown.event)
 

@@ -26,6 +26,7 @@ from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, counted, fit_screen, kept_json, status_json
+from taskgraph.observe.incidents import Incidents
 from taskgraph.observe.queues_text import set_aside_text
 from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
@@ -101,7 +102,10 @@ async def _status(options: argparse.Namespace) -> int:
                 raise JobError("--tasks, --task: the workers of an elastic job have no tasks; leave the option out")
             statuses = await statuses_of(reached, view)
             if options.json:
-                text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, view, statuses, elastic=spec.elastic))
+                found = status_json(
+                    spec.name, spec.tasks, spec.epochs, view, statuses, services=spec.services, elastic=spec.elastic
+                )
+                text = json.dumps(found)
             else:
                 text = status_text(await _picture(reached, view, statuses, etcd_s), shown) + _warning(reached)
                 if view.running:
@@ -154,16 +158,23 @@ async def _picture(
             async with client_of(view.nodes[leader].record, entry.token_bytes, entry.node_access) as client:
                 recent = [event async for event, _ in client.events(follow=False, last=_COMMITS)]
                 commits = [event for event in recent if event.kind == "commit"]
+    kept = await kept_events(reached.coordinator, reached.name)
+    incidents = Incidents(spec.tasks, spec.backups, time.monotonic, spec.services)
+    for event in kept:
+        incidents.note_event(event)
+    for commit in commits:
+        incidents.note_commit(commit.at, commit.epoch or 0)
     return StatusData(
         name=spec.name,
         tasks=spec.tasks,
         epochs=spec.epochs,
+        services=spec.services,
         elastic=spec.elastic,
         backups=spec.backups,
         view=view,
         statuses=statuses,
         commits=commits,
-        kept=await kept_events(reached.coordinator, reached.name),
+        kept=[*kept, *incidents.take_finished(view, over=True)],
         etcd_s=etcd_s,
         no_node_text=_nobody(reached, view),
         logs=str(logs) if logs is not None else "",

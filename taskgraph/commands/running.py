@@ -65,7 +65,7 @@ class _Run:
     def __init__(self, options: argparse.Namespace, job: Job) -> None:
         self._options = options
         self._job = job
-        self._shown = JobProgress(job.name, job.all_tasks, job.epochs, job.backups, elastic=job.elastic is not None)
+        self._shown = JobProgress(job.name, job.tasks, job.epochs, job.backups, elastic=job.elastic is not None)
         self._follower: Collector | None = None  # None without node processes, as are the nodes
         self._nodes: LocalNodes | None = None
         self._logs = Path()  # the folder with the logs of the nodes

@@ -49,7 +49,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
     """
     never_wait()
     spec = reached.spec
-    shown = JobProgress(reached.name, spec.tasks, spec.epochs, spec.backups, elastic=spec.elastic)
+    shown = JobProgress(reached.name, spec.own_tasks, spec.epochs, spec.backups, elastic=spec.elastic)
     follower = Collector(reached.coordinator, spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start(shown.event)
     shown.follow(follower.view)

@@ -118,7 +118,11 @@ def _find(module: ModuleType, name: str, location: str) -> JobFunction[...]:
             f"{location}:{imported[0]}"
         )
     if not jobs:
-        raise JobError(f"{location} has no job function: decorate the function that returns the Job with @tg.job")
+        python = location if location.endswith(".py") else f"-m {location}"
+        raise JobError(
+            f"{location} has no job function: decorate the function that returns the Job with @tg.job. A program that "
+            f"calls tg.map or tg.run itself is run with `python {python}`"
+        )
     raise JobError(
         f"{location} has several job functions ({', '.join(jobs)}): name one, as {location}:{next(iter(jobs))}"
     )

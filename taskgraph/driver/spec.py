@@ -100,6 +100,11 @@ class JobSpec:
         )
 
     @property
+    def own_tasks(self) -> int:
+        """How many tasks the user asked for: those of services come on top."""
+        return self.tasks - sum(self.services.values())
+
+    @property
     def unit(self) -> str:
         """What its checkpoints count: "epoch", or "sum" if it is elastic."""
         return "sum" if self.elastic else "epoch"

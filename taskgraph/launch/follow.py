@@ -121,7 +121,7 @@ class Follower:
         self._run_at = 0  # the revision of the followed run's spec
         self._on_event: Callable[[Event], None] | None = None
         self._reported: OrderedDict[tuple[float, str, str], None] = OrderedDict()
-        self._incidents = Incidents(spec.tasks, spec.backups, time.monotonic)
+        self._incidents = Incidents(spec.tasks, spec.backups, time.monotonic, spec.services)
 
     @property
     def view(self) -> JobView:

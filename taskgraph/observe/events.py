@@ -35,7 +35,7 @@ __all__ = [
     "put_events",
     "readable_events",
     "sort_by_revision",
-    "task_count",
+    "task_ids",
 ]
 
 log = logging.getLogger("taskgraph.events")
@@ -125,9 +125,12 @@ def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
             log.warning("%s", error)
 
 
-def task_count(event: Event) -> int:
-    """Returns how many tasks an event is about: several after `merge_alike` merged events."""
-    return int(event.fields.get("count", 1))
+def task_ids(event: Event) -> list[int]:
+    """Returns the tasks that an event is about: several after `merge_alike` merged events."""
+    if event.task is not None:
+        return [event.task]
+    ranges = (part.partition("-") for part in str(event.fields.get("tasks", "")).split())
+    return [task for first, _, last in ranges for task in range(int(first), int(last or first) + 1)]
 
 
 def merge_alike(events: Iterable[tuple[str, Event]]) -> list[tuple[str, Event]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from taskgraph.errors import TaskGraphError
@@ -25,8 +25,10 @@ __all__ = [
     "kept_json",
     "last_text",
     "reason_text",
+    "split_services",
     "status_json",
     "table",
+    "tasks_text",
 ]
 
 
@@ -92,6 +94,28 @@ def ids_text(ids: Sequence[int]) -> str:
     return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
 
 
+def split_services(ids: Collection[int], tasks: int, services: Mapping[str, int]) -> tuple[list[int], list[str]]:
+    """Splits task ids into the user's own, and names of the services (queues, tables) that the others are part of.
+
+    Args:
+        tasks: how many tasks the job has, with those of services, whose ids come last.
+        services: how many tasks each service has, by its title.
+    """
+    at = tasks - sum(services.values())
+    own, names = [task for task in ids if task < at], []
+    for title, count in services.items():
+        if found := sum(at <= task < at + count for task in ids):
+            names.append(title if found == count else f"part of {title}")
+        at += count
+    return own, names
+
+
+def tasks_text(ids: Collection[int], tasks: int, services: Mapping[str, int]) -> str:
+    """Formats how many tasks these are, as `3 tasks and queue images`. The arguments are those of `split_services`."""
+    own, names = split_services(ids, tasks, services)
+    return " and ".join([*([counted(len(own), "task")] if own or not names else []), *names])
+
+
 def status_json(
     name: str,
     tasks: int,
@@ -99,11 +123,14 @@ def status_json(
     view: JobView,
     statuses: Mapping[str, NodeStatus | TaskGraphError],
     *,
+    services: Mapping[str, int] | None = None,
     elastic: bool = False,
 ) -> dict[str, Any]:
     """Returns a job's status for programs. An ended job has the same keys (docs/commands.md)."""
     said = {node: status for node, status in statuses.items() if isinstance(status, NodeStatus)}
     replicas = {(node, replica.task): replica for node, status in said.items() for replica in status.replicas}
+    titles = [title for title, count in (services or {}).items() for _ in range(count)]
+    service_of = dict(enumerate(titles, tasks - len(titles)))
     return {
         **_end_json(name, view.status.record if view.status else None),
         "epoch": view.stamp.epoch if view.stamp and not elastic else None,
@@ -125,7 +152,10 @@ def status_json(
             }
             for node, v in sorted(view.nodes.items())
         ],
-        "tasks": [_task_json(task, view, replicas) for task in range(0 if elastic else tasks)],
+        "tasks": [
+            {**_task_json(task, view, replicas), "service": service_of.get(task)}
+            for task in range(0 if elastic else tasks)
+        ],
         "waits": [wait for status in said.values() for wait in status.waits],
         "result": None,
     }

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from taskgraph.observe.events import Event, task_count
-from taskgraph.observe.format import counted, holders
+from taskgraph.observe.events import Event, task_ids
+from taskgraph.observe.format import counted, holders, tasks_text
 from taskgraph.protocol.records import name_of
 from taskgraph.protocol.view import JobView
 
@@ -51,7 +51,7 @@ class _Incident:
     Attributes:
         noticed_at: when the first node reported the failure.
         opened_at, last_event_at: when this process got the first and the latest event, by its own clock.
-        moved: number of tasks that other nodes took over.
+        moved: the tasks that other nodes took over.
         takers: the names of these nodes.
         last_takeover_at, last_admission_at: when a node last took a task over; when a backup was last admitted.
         restarted: epochs that started again.
@@ -63,7 +63,7 @@ class _Incident:
     opened_at: float
     last_event_at: float
     cause: str = ""
-    moved: int = 0
+    moved: set[int] = field(default_factory=set)
     takers: set[str] = field(default_factory=set)
     last_takeover_at: float = 0.0
     last_admission_at: float = 0.0
@@ -78,10 +78,14 @@ class Incidents:
     Args:
         tasks, backups: the job's numbers of tasks and of backups per task.
         clock: this process's clock, in seconds.
+        services: how many of the tasks each service has, by its title.
     """
 
-    def __init__(self, tasks: int, backups: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tasks: int, backups: int, clock: Callable[[], float], services: Mapping[str, int] | None = None
+    ) -> None:
         self._tasks = tasks
+        self._services = services or {}
         self._backups = backups
         self._clock = clock
         self._open: dict[str, _Incident] = {}
@@ -107,7 +111,7 @@ class Incidents:
                 incident.cause = event.text.partition(": ")[2]
         elif event.kind == "takeover" and event.fields.get("from"):
             incident = self._incident_of(event, "from")
-            incident.moved += task_count(event)
+            incident.moved.update(task_ids(event))
             incident.takers.add(event.node)
             incident.last_takeover_at = max(incident.last_takeover_at, float(event.fields.get("until", event.at)))
         elif event.kind == "admitted":
@@ -181,7 +185,7 @@ class Incidents:
         fields: dict[str, str | int | float] = {
             "node": incident.node,
             "cause": incident.cause,
-            "tasks": incident.moved,
+            "tasks": len(incident.moved),
             "epochs_redone": redone,
         }
         parts = []
@@ -194,17 +198,18 @@ class Incidents:
             parts.append(f"next {next_one} after {commit - began:.2f} s{again}")
         elif commit is None and view.running and not over and view.workers is None:
             parts.append("no commit yet")
-        lacking = self._count_unbacked(view)
+        lacking = self._unbacked(view)
         if not lacking and incident.last_admission_at >= began:
             fields["backed_up_ms"] = _ms(incident.last_admission_at - began)
             parts.append(f"all tasks backed up again after {incident.last_admission_at - began:.2f} s")
         elif lacking:
-            parts.append(f"{counted(lacking, 'task')} without a backup")
+            parts.append(f"{tasks_text(lacking, self._tasks, self._services)} without a backup")
         what = _describe(incident, view)
         if incident.moved:
             takers = sorted(incident.takers)
             more = f" and {len(takers) - _MAX_NAMED} more" if len(takers) > _MAX_NAMED else ""
-            what += f": {counted(incident.moved, 'task')} moved to {' '.join(takers[:_MAX_NAMED])}{more}"
+            moved = tasks_text(incident.moved, self._tasks, self._services)
+            what += f": {moved} moved to {' '.join(takers[:_MAX_NAMED])}{more}"
         elif view.workers is not None:
             names = sorted(name_of(worker) for worker, _ in view.workers.record.workers if worker != incident.node)
             what += f": {' '.join(names[:_MAX_NAMED])} {'goes' if len(names) == 1 else 'go'} on" if names else ""
@@ -212,11 +217,11 @@ class Incidents:
             what += ": no task was computed there" if not parts else ""
         return Event(began, "launcher", FAILOVER, "; ".join([what, *parts]), fields=fields)
 
-    def _count_unbacked(self, view: JobView) -> int:
-        """Returns how many tasks have no backup; 0 if the job asks for none."""
+    def _unbacked(self, view: JobView) -> list[int]:
+        """Returns the tasks that have no backup; none if the job asks for none."""
         if not self._backups or not view.running:
-            return 0
-        return sum(1 for task in range(self._tasks) if len(holders(view, task)) < 2)
+            return []
+        return [task for task in range(self._tasks) if len(holders(view, task)) < 2]
 
 
 def _describe(incident: _Incident, view: JobView) -> str:

@@ -13,7 +13,16 @@ from itertools import islice
 
 from taskgraph.errors import FingerprintMismatch, TaskGraphError, first_names
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import counted, cut_lines, holders, ids_text, last_text, reason_text, table
+from taskgraph.observe.format import (
+    counted,
+    cut_lines,
+    holders,
+    ids_text,
+    last_text,
+    reason_text,
+    split_services,
+    table,
+)
 from taskgraph.observe.incidents import FAILOVER
 from taskgraph.observe.screen import cut, one_line, printable, width, wrap
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
@@ -45,6 +54,8 @@ class StatusData:
 
     Attributes:
         statuses: node -> its answer, or the error in place of an answer.
+        tasks: how many tasks the job has, with those of services.
+        services: how many of them each service has, by its title, in the order of their ids.
         elastic: the job is elastic.
         commits: the newest commits, as the leader reported them.
         kept: the events that etcd keeps.
@@ -60,6 +71,7 @@ class StatusData:
     backups: int
     view: JobView
     statuses: Mapping[str, NodeStatus | TaskGraphError]
+    services: Mapping[str, int] = field(default_factory=dict)
     elastic: bool = False
     commits: Sequence[Event] = ()
     kept: Sequence[Event] = ()
@@ -195,15 +207,16 @@ def _safety(picture: StatusData) -> list[str]:
         count = len(view.workers.record.workers)
         words.append(f"{counted(count, 'worker')}: {'each has' if count > 1 else 'it alone has'} the whole state")
     elif backups:
-        ready = sum(1 for task in range(picture.tasks) if len(holders(view, task)) > backups)
-        words.append(f"{ready:,}/{picture.tasks:,} tasks backed up")
+        words.append(_backed_up_text(picture))
     else:
         words.append("no backups (backups=0): the tasks of a node that dies are lost")
     words.append(f"{answering}/{len(live)} nodes answer")
     if picture.etcd_s is not None:
         words.append(f"etcd {1000 * picture.etcd_s:.1f} ms")
     problems = _silent_nodes(picture)
-    if view.running and backups and (lacking := lacking_text(view, picture.name, picture.tasks, backups)):
+    if view.running and (
+        lacking := lacking_text(view, picture.name, picture.tasks, backups, services=picture.services)
+    ):
         problems.insert(0, lacking)
     mark = "WARN" if problems else "ok  "
     lines = [f"{mark} {'   '.join(words)}"]
@@ -212,6 +225,17 @@ def _safety(picture: StatusData) -> list[str]:
     if left_out := len(problems[_PROBLEMS:]):
         lines.append(f"     and {counted(left_out, 'reason')} more: --json")
     return lines
+
+
+def _backed_up_text(picture: StatusData) -> str:
+    """Says which tasks have all their backups: `4/4 tasks backed up, and queue images`."""
+    lacking = [task for task in range(picture.tasks) if len(holders(picture.view, task)) <= picture.backups]
+    own, without = split_services(lacking, picture.tasks, picture.services)
+    tasks = picture.tasks - sum(picture.services.values())
+    services = f", but not {first_names(without, 2)}" if without else ""
+    if picture.services and not without:
+        services = f", and {first_names(list(picture.services), 2)}"
+    return f"{tasks - len(own):,}/{tasks:,} tasks backed up{services}"
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:
@@ -317,7 +341,7 @@ def _task_table(picture: StatusData, shown: Sequence[int]) -> list[str]:
         first = view.primary_node(task)
         rows.append(
             [
-                str(task),
+                " ".join([str(task), *split_services([task], picture.tasks, picture.services)[1]]),
                 name_of(first) if first else "-",
                 " ".join(name_of(node) for node in holders(view, task) if node != first) or "-",
                 str(view.term(task)),
@@ -406,7 +430,9 @@ def _after_loss(view: JobView, name: str) -> str:
     return f"the job {what}. If all are dead: `taskgraph launch {name}`"
 
 
-def lacking_text(view: JobView, name: str, tasks: int, backups: int) -> str:
+def lacking_text(
+    view: JobView, name: str, tasks: int, backups: int, *, services: Mapping[str, int] | None = None
+) -> str:
     """Says which tasks have too few backups, and what to do; "" if all tasks have enough."""
     have = {task: len(holders(view, task)) - (view.primary_node(task) in holders(view, task)) for task in range(tasks)}
     lacking = [task for task, count in have.items() if count < backups]
@@ -414,9 +440,11 @@ def lacking_text(view: JobView, name: str, tasks: int, backups: int) -> str:
     if backups == 0 or not lacking:
         return ""
     what = "no backup" if all(have[task] == 0 for task in lacking) else f"fewer than {backups} backups"
-    ids = ids_text(lacking)
-    which = f"tasks {ids}" if len(ids) < _COLUMNS // 2 else f"{counted(len(lacking), 'task')} of {tasks:,}"
-    whose = f"task {ids} has" if len(lacking) == 1 else f"{which} have"
+    own, names = split_services(lacking, tasks, services or {})
+    ids = ids_text(own)
+    which = f"task{'s' * (len(own) != 1)} {ids}" if len(ids) < _COLUMNS // 2 else f"{len(own):,} tasks of {tasks:,}"
+    whose = " and ".join([*([which] if own else []), *names])
+    whose += " has" if len(own) + len(names) == 1 else " have"
     if nodes <= backups:
         there = f"there {'is' if nodes == 1 else 'are'} {nodes}"
         return f"{whose} {what}: that takes {backups + 1} nodes, and {there}: start more with `taskgraph launch {name}`"

@@ -161,7 +161,7 @@ def test_a_job_function_that_a_driver_imports_is_named_to_be_taken(tmp_path: Pat
     ("source", "text", "complaint"),
     [
         (FIT, "d.py:other", r"d\.py has no job function 'other'; .* there: fit"),
-        ("", "d.py", r"d\.py has no job function: decorate"),
+        ("", "d.py", r"d\.py has no job function: decorate .* is run with `python d\.py`$"),
         ("def fit(): ...\n", "d.py:fit", "no job function 'fit'; .* there: none"),
         (
             FIT + FIT.replace("def fit", "def more"),

@@ -16,6 +16,7 @@ from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
 from taskgraph.node.primary.checkpointer import Checkpointer
 from taskgraph.node.primary.unequal import explain_unequal
+from taskgraph.observe.format import tasks_text
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import (
@@ -392,7 +393,8 @@ class LeaderRole:
             holders = {name_of(p.record.node) for p in view.primaries.values()}
             replicas = sum(len(view.in_sync(t)) for t in range(node.job.all_tasks))
             began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
-            text = f"{began}: {node.job.all_tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
+            tasks = tasks_text(range(node.job.all_tasks), node.job.all_tasks, node.job.services)
+            text = f"{began}: {tasks} on {', '.join(sorted(holders))}; {replicas} replicas in sync"
             node.events.emit("began", text, epoch=base)  # before the other events
         for epoch, rows in committed.items():
             fields: dict[str, float] = {}

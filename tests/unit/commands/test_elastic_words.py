@@ -143,7 +143,7 @@ def test_kill_of_the_only_worker() -> None:
 
 def test_target_of_kill_and_drain() -> None:
     def said(view: JobView, *arguments: str) -> str:
-        return _target(parser().parse_args(["kill", "fit", *arguments]), view, 1, 0, elastic=True)[1]
+        return _target(parser().parse_args(["kill", "fit", *arguments]), view, SPEC)[1]
 
     before, entered = JobView("fit"), view("ab", nodes="abc")
     before.nodes.update(entered.nodes)

@@ -1,4 +1,4 @@
-"""`taskgraph events --follow` beside an etcd that does not answer at once."""
+"""Events in etcd, as `taskgraph events --follow` and `taskgraph status` read them."""
 
 from __future__ import annotations
 
@@ -41,3 +41,17 @@ async def test_events_wait_for_etcd_at_start(
     await etcd.txn(Txn(success=(Put(keys.event("001"), finished.to_bytes()),)))
     assert await following == 0
     assert "the job finished after epoch 8" in capsys.readouterr().out
+
+
+async def test_status_counts_a_failover_before_its_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run reports it once no more events come; a job that nobody follows has no report."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    etcd, keys = in_memory(monkeypatch), Keys("fit")
+    await submit(etcd, JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit")))
+    lost = Event(1.0, "n1", "lost", "n2 died: its port refuses connections", fields={"lost": "n2"})
+    moved = Event(1.1, "n1", "takeover", "task 0: n1 is primary after n2", task=0, fields={"from": "n2"})
+    await etcd.txn(Txn(success=tuple(Put(keys.event(f"{e.at}"), e.to_bytes()) for e in (lost, moved))))
+    assert await looking._status(options("status")) == 0
+    assert "\n1 failover, at " in capsys.readouterr().out

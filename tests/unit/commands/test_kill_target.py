@@ -57,7 +57,8 @@ VIEW = view(("n1", "n2", "n4"), ("n3",), ())
 
 
 def target(*arguments: str, among: JobView = VIEW, backups: int = 2) -> tuple[str, str]:
-    return _target(parser().parse_args(["kill", "fit", *arguments]), among, 3, backups)
+    job = Job(tasks=3, builder=lambda task_id: Task(), name="fit", backups=backups)
+    return _target(parser().parse_args(["kill", "fit", *arguments]), among, JobSpec.local(job))
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def lost(node: str, at: float, **fields: int) -> Event:
     return Event(at, "n3", "lost", f"{node} died: its port refuses connections", fields={"lost": node, **fields})
 
 
-def takeover(by: str, of: str, at: float, count: int = 1) -> Event:
-    return Event(at, by, "takeover", "...", fields={"from": of, "count": count, "until": at})
+def takeover(by: str, of: str, at: float, tasks: str = "0") -> Event:
+    return Event(at, by, "takeover", "...", fields={"from": of, "tasks": tasks, "until": at})
 
 
 def admitted(at: float) -> Event:
@@ -75,7 +75,7 @@ def test_failure_is_one_event_with_its_cost() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
     incidents.note_commit(9.9)
-    for event in (lost("n1", 10.02), takeover("n2", "n1", 10.04), lost("n1", 10.0), takeover("n3", "n1", 10.05)):
+    for event in (lost("n1", 10.02), takeover("n2", "n1", 10.04), lost("n1", 10.0), takeover("n3", "n1", 10.05, "1")):
         incidents.note_event(event)
     incidents.note_event(Event(10.06, "n2", "restart", "epoch 5 starts again", epoch=5))
     incidents.note_commit(10.07)
@@ -120,7 +120,7 @@ def test_roll_back_counts_the_epochs_computed_again() -> None:
     incidents = Incidents(TASKS, 1, clock)
     for event in (
         lost("n2", 10.0),
-        takeover("n3", "n2", 10.1, count=3),
+        takeover("n3", "n2", 10.1, "0-2"),
         Event(10.1, "n3", "rolled back", "...", epoch=20, fields={"until": 43}),
     ):
         incidents.note_event(event)
@@ -141,7 +141,7 @@ def test_failure_is_not_over_before_its_tasks_go_on() -> None:
 def test_failure_between_slow_commits_is_reported_without_one() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
-    for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, count=2), admitted(10.3)):
+    for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, "0 2"), admitted(10.3)):
         incidents.note_event(event)
     assert finished(incidents, clock, AFTER) == [
         "n1 died (SIGKILL): 2 tasks moved to n2; no commit yet; all tasks backed up again after 0.30 s"
@@ -152,7 +152,7 @@ def test_failure_that_leaves_one_node_counts_tasks_without_backup() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
     incidents.note_event(lost("n2", 10.0))
-    incidents.note_event(takeover("n3", "n2", 10.1, count=3))
+    incidents.note_event(takeover("n3", "n2", 10.1, "0-2"))
     incidents.note_commit(10.17)
     assert finished(incidents, clock, ALONE) == [
         "n2 died (SIGKILL): 3 tasks moved to n3; next commit after 0.17 s; 3 tasks without a backup"
@@ -164,7 +164,7 @@ def test_node_that_leaves_at_the_end_is_no_failure(moved: int) -> None:
     incidents = Incidents(TASKS, 1, Clock())
     incidents.note_event(lost("n4", 10.0))
     if moved:
-        incidents.note_event(takeover("n2", "n4", 10.1, count=moved))
+        incidents.note_event(takeover("n2", "n4", 10.1, "0-1"))
     assert [event.text for event in incidents.take_finished(AFTER, over=True)] == [
         "n4 died (exit code 3): 2 tasks moved to n2"
     ][:moved]
@@ -182,7 +182,7 @@ def test_late_report_of_a_failure_is_no_second_one() -> None:
     """A node that was frozen or busy reports seconds later that it lost the node."""
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
-    for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, count=2), admitted(10.3)):
+    for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, "0 2"), admitted(10.3)):
         incidents.note_event(event)
     incidents.note_commit(10.4)
     assert len(finished(incidents, clock, AFTER)) == 1
@@ -208,3 +208,11 @@ def test_node_that_came_back_may_fail_again() -> None:
     incidents.note_event(lost("n1", 15.0))
     incidents.note_commit(15.1)
     assert len(finished(incidents, clock, AFTER)) == 1
+
+
+def test_services_are_no_tasks_of_the_user() -> None:
+    incidents = Incidents(TASKS, 1, Clock(), {"queue images": 1})
+    for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, "0 2")):
+        incidents.note_event(event)
+    (event,) = incidents.take_finished(AFTER, over=True)
+    assert event.text == "n1 died (SIGKILL): 1 task and queue images moved to n2"

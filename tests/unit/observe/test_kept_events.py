@@ -11,7 +11,7 @@ import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import DecodeError, Unavailable
-from taskgraph.observe.events import Event, EventLog, keep_events, sort_by_revision, task_count
+from taskgraph.observe.events import Event, EventLog, keep_events, sort_by_revision, task_ids
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
 from taskgraph.protocol.numbers import Numbers, compact
@@ -238,7 +238,7 @@ async def test_takeovers_of_one_failure_are_one_event() -> None:
         "task 3: n9 is primary after n4 (term 4)",
     ]
     first = Event.from_bytes(store.select(Keys(JOB).events, prefix=True)[2].value)
-    assert (task_count(first), first.fields["from"], first.epoch, first.task) == (100, "n1", 3, None)
+    assert (task_ids(first), first.fields["from"], first.epoch, first.task) == ([*range(100)], "n1", 3, None)
 
 
 async def test_late_events_of_an_earlier_run_are_dropped() -> None:

@@ -122,6 +122,29 @@ def test_status_answers_in_its_first_lines() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({0: "12", 1: "21", 2: "12", 3: "21"}, "2/2 tasks backed up, and table users"),
+        ({0: "12", 1: "2", 2: "12", 3: "2"}, "1/2 tasks backed up, but not part of table users"),
+        ({0: "12", 1: "21", 2: "1", 3: "2"}, "2/2 tasks backed up, but not table users"),
+    ],
+)
+def test_services_are_named_and_not_counted(members: dict[int, str], words: str) -> None:
+    view = of_members({task: [f"n{n}" for n in names] for task, names in members.items()}, 2)
+    lines = shown(view, {}, tasks=4, services={"table users": 2}, rows=(1, 3))
+    assert words in "\n".join(lines)
+    assert [line.split("  ")[0] for line in lines if line[:1].isdecimal()] == ["1", "3 part of table users"]
+
+
+def test_warning_names_the_services_without_backup() -> None:
+    view = of_members({0: ["n1"], 1: ["n1"], 2: ["n1"]}, 1)
+    text = lacking_text(view, "fit", 3, 1, services={"queue images": 1})
+    assert text.startswith("tasks 0-1 and queue images have no backup: that takes 2 nodes")
+    lone = of_members({0: ["n1", "n2"], 1: ["n1"]}, 2)
+    assert lacking_text(lone, "fit", 2, 1, services={"queue images": 1}).startswith("queue images has no backup")
+
+
 def test_status_of_1000_tasks_fits_a_screen() -> None:
     nodes, tasks = 20, 1000
     members = {task: [f"n{1 + task % nodes}", f"n{1 + (task + 7) % nodes}"] for task in range(tasks)}
