@@ -22,14 +22,13 @@ def certificate_name(job: str) -> str:
     return "".join(letters)[:_LONGEST].strip("-") or "taskgraph"
 
 
-def job_certificates(name: str, *, days: int = _DAYS) -> dict[str, bytes]:
+def job_certificates(name: str) -> dict[str, bytes]:
     """Makes an authority and one certificate, which all nodes and clients of a job share.
 
     The authority's key is thrown away, so that nothing else can be signed by it.
 
     Args:
         name: the only name in the certificate: nodes and clients take it as `--tls-name`.
-        days: how long the certificate is valid. `taskgraph events` warns a day before its end.
 
     Returns:
         The files by their names: ca.pem, cert.pem, key.pem (PEM; the key is not encrypted).
@@ -46,6 +45,6 @@ def job_certificates(name: str, *, days: int = _DAYS) -> dict[str, bytes]:
         ) from error
     now = datetime.datetime.now(datetime.UTC)
     ca = trustme.CA(path_length=0)
-    end = now + datetime.timedelta(days=days)
+    end = now + datetime.timedelta(days=_DAYS)
     cert = ca.issue_cert(name, common_name="taskgraph node", not_before=now - _BEFORE, not_after=end)
     return {CA: ca.cert_pem.bytes(), CERT: cert.cert_chain_pems[0].bytes(), KEY: cert.private_key_pem.bytes()}

@@ -152,10 +152,6 @@ class NodeCore:
         """The epoch at work in the view; -1: none yet."""
         return self.keeper.view.stamp.epoch if self.keeper.view.stamp else -1
 
-    async def wait_for_epoch(self, epoch: int) -> None:
-        """Returns when the view has reached `epoch`, or the job has ended."""
-        await self.keeper.wait_until(lambda v: not v.running or (v.stamp is not None and v.stamp.epoch >= epoch))
-
     def pause(self, paused: bool) -> None:
         """Sets whether the node is paused."""
         self.paused = paused

@@ -21,8 +21,8 @@ async def watch_for_delete(node: Coordinator, prefix: str, start: int, limit_s: 
     raise AssertionError("the watch ended by itself")
 
 
-async def lost(lease: Lease, limit_s: float = 30.0) -> None:
-    async with asyncio.timeout(limit_s):
+async def lost(lease: Lease) -> None:
+    async with asyncio.timeout(30.0):
         while not lease.lost():
             lease.tick()
             await asyncio.sleep(0.02)

@@ -17,11 +17,11 @@ __all__ = ["WatchesSuite"]
 
 
 async def collect(
-    node: Coordinator, prefix: str, start: int, enough: Callable[[list[WatchBatch]], bool], limit_s: float = 60.0
+    node: Coordinator, prefix: str, start: int, enough: Callable[[list[WatchBatch]], bool]
 ) -> list[WatchBatch]:
     """The batches of a watch until `enough` returns True, without progress notices."""
     batches: list[WatchBatch] = []
-    async with asyncio.timeout(limit_s), aclosing(node.watch(prefix, start)) as watch:
+    async with asyncio.timeout(60.0), aclosing(node.watch(prefix, start)) as watch:
         async for batch in watch:
             if batch.events:
                 batches.append(batch)

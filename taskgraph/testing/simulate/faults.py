@@ -421,11 +421,9 @@ class Faults:
         self._stopped = False
         self.add(faults)
 
-    def end(self, *, heal: bool) -> None:
-        """Injects no more faults; with `heal`, also ends those that last."""
+    def end(self) -> None:
+        """Injects no more faults, and ends those that last."""
         self._stopped = True
-        if not heal:
-            return
         world = self._world
         world.pace.end()
         for node in [node for node in world.nodes.values() if node.exists]:

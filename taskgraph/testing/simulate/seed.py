@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import logging
 import random
 import signal
 import threading
@@ -49,7 +48,7 @@ from taskgraph.testing.simulate.pace import Pace
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
 from taskgraph.testing.simulate.workload import Mistake, Workload
-from taskgraph.testing.simulate.world import ErrorLogHandler, World
+from taskgraph.testing.simulate.world import World, errors_as_violations
 
 __all__ = ["Outcome", "Stuck", "run_seed", "with_cpu_limit", "without_garbage_collection"]
 
@@ -342,13 +341,6 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         f"a checkpoint every {workload.checkpoint_every} epochs": keeping,
     }
     outcome.described += "".join(f", {what}" for what, so in has.items() if so)
-    world.loop.set_exception_handler(lambda _, context: world.fail(_unhandled(context)))
-    errors = ErrorLogHandler(world.fail)
-    logger = logging.getLogger("taskgraph")
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(errors)
-    logger.setLevel(logging.ERROR)
-    logger.propagate = False
     ruthless = rng.random() < 0.05
     chance = random.Random(rng.getrandbits(64))
     faults = Faults(world, planned, chance, ruthless=ruthless)
@@ -389,29 +381,23 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         again = draw_resubmission(names, keeps=keeping)
         faults.add(again.shut)
         outcome.described += ", submitted again"
-    try:
-        await world.start(nodes)
-        outcome.ended = await _wait_for_outcome(world, faults)
-        if again is not None:
-            await _submit_again(world, again, nodes)
-            faults.resume(again.faults)
+    with errors_as_violations(world.loop, world.fail):
+        try:
+            await world.start(nodes)
             outcome.ended = await _wait_for_outcome(world, faults)
-        if workload.torn_down:
-            await _wait_until_ended(world, faults, collects=leaves.random() < 0.8)
-    except Violation as error:
-        outcome.problem = str(error)
-    except Exception as error:
-        outcome.problem = "".join(traceback.format_exception(error))
-    finally:
-        faults.end(heal=True)
-        await world.stop()
-        logger.removeHandler(errors)
-        logger.setLevel(level)
-        logger.propagate = propagate
-
-
-def _unhandled(context: dict[str, object]) -> Violation:
-    return Violation(f"not handled: {context.get('message')} {context.get('exception')!r}")
+            if again is not None:
+                await _submit_again(world, again, nodes)
+                faults.resume(again.faults)
+                outcome.ended = await _wait_for_outcome(world, faults)
+            if workload.torn_down:
+                await _wait_until_ended(world, faults, collects=leaves.random() < 0.8)
+        except Violation as error:
+            outcome.problem = str(error)
+        except Exception as error:
+            outcome.problem = "".join(traceback.format_exception(error))
+        finally:
+            faults.end()
+            await world.stop()
 
 
 async def _submit_again(world: World, again: Resubmission, nodes: int) -> None:
@@ -457,11 +443,11 @@ async def _wait_until_ended(world: World, faults: Faults, *, collects: bool) -> 
             if view.running:  # it rolled back to a checkpoint
                 _heal(world, faults)
             else:
-                faults.end(heal=True)
+                faults.end()
         if collects and view.finished and not view.collected:
             world.collect()
         await asyncio.sleep(0.05)
-    faults.end(heal=True)
+    faults.end()
     await asyncio.sleep(2.0 * world.settings.lease_ttl_s)
     world.check_no_keys_left()
 
@@ -513,7 +499,7 @@ async def _wait_for(work: asyncio.Future[T], world: World, faults: Faults, other
 
 def _heal(world: World, faults: Faults) -> None:
     """Ends all faults, and starts nodes if there are too few: nodes without etcd may have ended."""
-    faults.end(heal=True)
+    faults.end()
     world.transcript.add("world", "heal", "no failure from now on")
     while len(world.existing()) < world.settings.min_in_sync + 1:
         world.add()

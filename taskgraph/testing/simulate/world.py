@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -641,9 +642,27 @@ def discard(_: object) -> None:
     """Does nothing with a result."""
 
 
-class ErrorLogHandler(logging.Handler):
-    """A log handler that turns errors in the framework's log into violations: no fault may cause such an error."""
+@contextlib.contextmanager
+def errors_as_violations(loop: SimLoop, fail: Callable[[Exception], None]) -> Iterator[None]:
+    """Turns exceptions that the loop meets, and errors in the framework's log, into violations."""
+    loop.set_exception_handler(
+        lambda _, context: fail(Violation(f"not handled: {context.get('message')} {context.get('exception')!r}"))
+    )
+    handler = _ErrorLogHandler(fail)
+    logger = logging.getLogger("taskgraph")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
+
+class _ErrorLogHandler(logging.Handler):
     def __init__(self, fail: Callable[[Exception], None]) -> None:
         super().__init__(logging.ERROR)
         self._fail = fail

@@ -33,7 +33,7 @@ async def test_stale_run_writes_nothing() -> None:
     cluster = InProcessCluster(tg.Job(tasks=2, epochs=10_000, builder=lambda _: Counts()))
     await cluster.start(2)
     node = cluster.nodes[0]
-    await node.wait_for_epoch(2)
+    await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
     keys, ended = node.keeper.view.keys, StatusRecord(state=State.CANCELLED, writer="somebody")
     cluster.store.execute(Txn(success=(Put(keys.status, ended.to_bytes()),)))
     await submit(MemoryCoordinator(cluster.store), dataclasses.replace(cluster.spec, run="again"))

@@ -228,20 +228,6 @@ class ElasticFaults(Faults):
             self._elastic.etcd.arrive(lambda: self._elastic.etcd.store.revoke(registered.record.lease))
         self._later(self._rng.uniform(0.0, 0.5), self._start_node, target.name if fault.again else "")
 
-    def end(self, *, heal: bool) -> None:
-        self._stopped = True
-        world = self._elastic
-        world.pace.end()
-        world.workload.slow.clear()
-        for known in world.existing():
-            known.process.thaw(world.loop)
-            known.threads.thaw(world.loop)
-            known.coordinator.cut(can_send=True, can_receive=True)
-            known.coordinator.stall(False)
-            known.coordinator.lose_next = 0
-            known.coordinator.answer_s = 0.0
-        world.network.heal_all()
-        if world.etcd.paused:
-            world.etcd.resume()
-        if world.etcd.down:
-            world.etcd.start()
+    def end(self) -> None:
+        super().end()
+        self._elastic.workload.slow.clear()

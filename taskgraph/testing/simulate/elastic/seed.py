@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import random
 import time
 import traceback
@@ -19,7 +18,7 @@ from taskgraph.testing.simulate.pace import Pace
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.seed import Outcome, Stuck, with_cpu_limit, without_garbage_collection
 from taskgraph.testing.simulate.transcript import Transcript
-from taskgraph.testing.simulate.world import ErrorLogHandler
+from taskgraph.testing.simulate.world import errors_as_violations
 
 __all__ = ["run_elastic_seed"]
 
@@ -90,31 +89,20 @@ async def _run(outcome: Outcome) -> None:
     faults = ElasticFaults(world, drawn, random.Random(rng.getrandbits(64)), ruthless=ruthless)
     if workload.checkpoint_every_s is not None:
         faults.add(draw_around_checkpoints(keeps))
-    world.loop.set_exception_handler(
-        lambda _, context: world.fail(Violation(f"not handled: {context.get('message')} {context.get('exception')!r}"))
-    )
-    errors = ErrorLogHandler(world.fail)
-    logger = logging.getLogger("taskgraph")
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(errors)
-    logger.setLevel(logging.ERROR)
-    logger.propagate = False
-    try:
-        await world.start(nodes)
-        if resumed and await _run_until_checkpoint(world, again.choice((1, 2, 3)), again.choice((0.0, 0.05, 0.5))):
-            outcome.described += ", resumed"
-            await world.start_again(again.choice((1, 2, 3, 4)))
-        outcome.ended = await _wait_for_end(world, faults)
-    except Violation as error:
-        outcome.problem = str(error)
-    except Exception as error:
-        outcome.problem = "".join(traceback.format_exception(error))
-    finally:
-        faults.end(heal=True)
-        await world.stop()
-        logger.removeHandler(errors)
-        logger.setLevel(level)
-        logger.propagate = propagate
+    with errors_as_violations(world.loop, world.fail):
+        try:
+            await world.start(nodes)
+            if resumed and await _run_until_checkpoint(world, again.choice((1, 2, 3)), again.choice((0.0, 0.05, 0.5))):
+                outcome.described += ", resumed"
+                await world.start_again(again.choice((1, 2, 3, 4)))
+            outcome.ended = await _wait_for_end(world, faults)
+        except Violation as error:
+            outcome.problem = str(error)
+        except Exception as error:
+            outcome.problem = "".join(traceback.format_exception(error))
+        finally:
+            faults.end()
+            await world.stop()
 
 
 async def _run_until_checkpoint(world: ElasticWorld, checkpoints: int, late_s: float) -> bool:
@@ -138,7 +126,7 @@ async def _wait_for_end(world: ElasticWorld, faults: ElasticFaults) -> str:
     try:
         await asyncio.wait((judging, world.failed), timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
         if not judging.done() and not world.failed.done():
-            faults.end(heal=True)
+            faults.end()
             world.transcript.add("world", "heal", "no failure from now on")
             await asyncio.wait((judging, world.failed), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if world.failed.done():
