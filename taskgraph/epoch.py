@@ -23,7 +23,8 @@ from taskgraph.collectives.ports import To
 from taskgraph.device.api import Device
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.compose import ENCODABLE_TEXTS, Composition, Wrapper, is_text
+from taskgraph.graph.compose import Composition, Wrapper, is_text
+from taskgraph.graph.reported import plain_numbers
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
@@ -52,8 +53,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_NO_NUMBERS = (str, bytes, bytearray, np.complexfloating)
-"""float() accepts some of these, and drops half of a complex number."""
 
 
 class AttemptEnded(BaseException):
@@ -404,22 +403,7 @@ class Epoch(Collectives):
 
     def report(self, /, **numbers: float) -> None:
         """Reports numbers for the progress line, the events and `JobResult.reports`, once per committed epoch."""
-        plain = {}
-        for key, number in numbers.items():
-            if key not in ENCODABLE_TEXTS and not is_text(key):
-                raise JobError(f"{self._place()}: report(): the name {key!a} is no text that can be encoded")
-            try:
-                if isinstance(number, _NO_NUMBERS):
-                    raise TypeError
-                plain[key] = float(number)
-            except OverflowError:
-                raise JobError(f"{self._place()}: report({key}=...): the number is too large for a float") from None
-            except (TypeError, ValueError):
-                raise JobError(
-                    f"{self._place()}: report({key}=...) takes numbers, not {type(number).__name__}; "
-                    f"return other values from result()"
-                ) from None
-        self._work.report(plain)
+        self._work.report(plain_numbers(numbers, self._place))
 
     def finish(self) -> None:
         """Ends the job when this epoch commits. To fail it instead, raise."""

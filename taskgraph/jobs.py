@@ -290,7 +290,7 @@ class JobFunction(Generic[P]):
                 f"module and call the function by its name"
             )
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-            raise JobError(f"{name}: a job function is a plain `def` that returns a tg.Job")
+            raise JobError(f"{name}: a job function is a plain `def`, without async and yield")
         self._signature = signature(function)
         for parameter in self._signature.parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):

@@ -23,6 +23,7 @@ from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import check_parameters
 from taskgraph.errors import StepError, ViewChanged
+from taskgraph.graph.reported import plain_numbers
 from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import decode, encode
 
@@ -171,7 +172,8 @@ class Group:
     def report(self, **numbers: Any) -> None:
         """Reports numbers of this turn, once all workers hold what its operations gave."""
         progress = self._turns.run.progress
-        progress.node.report(progress.position, self.number, {name: float(value) for name, value in numbers.items()})
+        given = plain_numbers(numbers, lambda: f"turn {self.number}")
+        progress.node.report(progress.position, self.number, given)
 
     def _exchange(self, operation: str, contribute: Callable[[int], Sums]) -> Sums:
         """Contributes to an operation, and returns its total. Raises ViewChanged if a member did not contribute.

@@ -108,6 +108,7 @@ class Round:
         if self._first is None:
             self._first, self._collected = (part.number, sums.layout), part.collected.keys() | set()
         self._check_alike(where, sums, part.collected)
+        part.closed = True
         return sums
 
     def _check_parameters(self, where: str) -> None:
@@ -170,6 +171,7 @@ class Part:
         self.size = len(rows)
         self.seed = derived_seed(place.seed, place.step, number, 2)
         self.calls = 0
+        self.closed = False  # its sums are taken
         self.collected: dict[str, Any] = {}
         self.carried: dict[str, Any] = {}  # reaches all workers with the sums
         self.pushes = Pushes()
@@ -205,8 +207,9 @@ class Part:
         """Adds to the totals of the round, `step[name]`; 16-bit floats in float32. `add()`: nothing to add.
 
         Raises:
-            StepError: the part has added such a name already.
+            StepError: the part has added such a name already, or has ended.
         """
+        self._check_open("add")
         twice = self._added.keys() & trees.keys()
         if twice:
             raise StepError(f"part {self.number} added {min(twice)!r} twice: add the sum of both")
@@ -217,9 +220,10 @@ class Part:
         """Sends trees to all workers, where `step.all(name)` has those of all parts; they are not summed.
 
         Raises:
-            StepError: the part has collected such a name already.
+            StepError: the part has collected such a name already, or has ended.
             ValueNotEncodable: a value cannot travel.
         """
+        self._check_open("collect")
         twice = self.collected.keys() & trees.keys()
         if twice:
             raise StepError(f"part {self.number} collected {min(twice)!r} twice: collect a list of both")
@@ -241,8 +245,10 @@ class Part:
             inputs: as in `torch.Tensor.backward`: only these get gradients.
 
         Raises:
-            StepError: `loss` is no such tensor, no parameter got a gradient, or weight or reduce do not fit.
+            StepError: `loss` is no such tensor, no parameter got a gradient, weight or reduce do not fit, or the part
+                has ended.
         """
+        self._check_open("backward")
         gradients = self._round.gradients
         if gradients is None or not hasattr(loss, "backward"):
             raise StepError(f"part.backward takes a PyTorch tensor, not {type(loss).__name__}: others go to part.add")
@@ -262,6 +268,13 @@ class Part:
         if self._trained is None:
             self._trained = _Backward(counted, reduce)
         self._trained.take(float(loss.detach()), taken)
+
+    def _check_open(self, method: str) -> None:
+        if self.closed:
+            raise StepError(
+                f"part.{method} of part {self.number}, which has ended: call it before `for part in step` goes on to "
+                f"the next part"
+            )
 
     def _weight(self, weight: Any, reduce: str) -> float:
         counted = float(self.size if weight is None else weight)

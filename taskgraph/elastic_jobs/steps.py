@@ -17,6 +17,7 @@ from taskgraph.elastic_jobs.parts import CARRIED, KINDS, PUSHED, Part, Place, Ro
 from taskgraph.elastic_jobs.progress import SUMMED, Progress
 from taskgraph.elastic_jobs.state import check_parameters, large_sizes
 from taskgraph.errors import StepError
+from taskgraph.graph.reported import plain_numbers
 from taskgraph.graph.values import decode
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ class Step:
         """Reports numbers, once the step is stable."""
         self.check_part_loop_ended()
         progress = self._steps.run.progress
-        given = {name: float(value) for name, value in numbers.items()}
+        given = plain_numbers(numbers, lambda: f"step {self.number}")
         if progress.watch is not None:
             progress.watch.report(progress.position, self.number, given)
         progress.node.report(progress.position, self.number, given)

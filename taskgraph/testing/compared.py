@@ -21,6 +21,10 @@ __all__ = ["Comparison", "Record", "differing", "value_digests"]
 
 _NAMED = 3
 """The most differing names in a message."""
+_MADE_ALIKE = (
+    "make what run.state gets in the function, since objects of the module keep what an earlier run left; draw and "
+    "measure in run.once(...)"
+)
 
 
 class Record:
@@ -113,7 +117,7 @@ class Comparison:
         if known is not None and known != found:
             raise StateError(
                 f"the state before step {step} is not the same on {self._who} as in a run of one worker: "
-                f"{differing(known, found)}\n{self._why}"
+                f"{differing(known, found)}\n{self._why if step else _MADE_ALIKE}"
             )
 
     def part(self, place: Place, part: Part, sums: Sums) -> None:

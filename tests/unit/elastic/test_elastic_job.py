@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -58,6 +59,15 @@ def test_function_without_a_run() -> None:
 def test_function_in_a_function() -> None:
     with pytest.raises(tg.JobError, match=r"@tg\.elastic goes on a function at the top level"):
         elastic(lambda run: None)
+
+
+def yielding(run: Any) -> Iterator[int]:
+    yield 1
+
+
+def test_function_with_a_yield() -> None:
+    with pytest.raises(tg.JobError, match="yielding: a job function is a plain `def`, without async and yield"):
+        elastic(yielding)
 
 
 @pytest.mark.parametrize("every", [0, -1.0, "1", True, float("inf")])

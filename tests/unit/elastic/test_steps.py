@@ -254,6 +254,24 @@ def added_twice(run: Any) -> None:
             part.add(g=2)
 
 
+@fails(StepError, r"part\.add of part 0, which has ended")
+def added_late(run: Any) -> None:
+    for step in small(run):
+        parts = []
+        for part in step:
+            part.add(g=1)
+            parts.append(part)
+        parts[0].add(h=2)
+
+
+@fails(JobError, r"step 0: report\(name=\.\.\.\) takes numbers, not str")
+def reported_text(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.add()
+        step.report(name="first")
+
+
 @fails(StepError, r"part\.backward takes a PyTorch tensor, not float")
 def no_tensor(run: Any) -> None:
     for step in small(run):

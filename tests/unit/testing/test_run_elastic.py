@@ -143,6 +143,18 @@ def clock_in_the_update(run: tg.Run) -> None:
         s.w += time.perf_counter()
 
 
+WEIGHTS = np.zeros(3)
+
+
+@tg.elastic
+def weights_of_the_module(run: tg.Run) -> None:
+    s = run.state(w=WEIGHTS)
+    for step in steps_of(run):
+        for part in step:
+            part.add(g=X[part.rows].sum(0))
+        s.w += 0.1 * step["g"]
+
+
 @tg.elastic
 def break_by_own_parts(run: tg.Run) -> None:
     for step in steps_of(run):
@@ -244,6 +256,10 @@ NAME_IT = r"\nname all that later steps read{} in run\.state, or derive it from 
         (
             clock_in_the_update(),
             r"the state before step 1 is not the same on n\d as in .*: w\nthe code is not determin",
+        ),
+        (
+            weights_of_the_module(),
+            r"the state before step 0 is not the same on n1 as in .*: w\nmake what run\.state gets in the function",
         ),
         (
             break_by_own_parts(),
