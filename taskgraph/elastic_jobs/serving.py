@@ -53,7 +53,7 @@ class Serving:
         self._call = call
         self._changed = changed
 
-    def now(self, peer: str, message: Call) -> Reply | None:
+    def answer_now(self, peer: str, message: Call) -> Reply | None:
         """Takes messages of a step and of a flush at once. None: await `__call__`."""
         if type(message) not in _TO_ENGINE or not self._node.running:
             return None

@@ -308,7 +308,7 @@ class LocalNodes:
             record = GoneRecord(
                 reason=f"killed by {self._signal_text(-code)}" if code < 0 else f"exited with code {code}",
                 running_code=left.ran if left is not None else (),
-                at=_crashed_at(entry.log_path, -code),
+                at=_crash_place(entry.log_path, -code),
                 intended=self._stopping or (left is not None and left.intended),
                 writer=f"launcher {os.getpid()}",
             )
@@ -528,9 +528,9 @@ def _end_of(path: Path, size_bytes: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def _crashed_at(log_path: Path, number: int) -> str:
+def _crash_place(log_path: Path, number: int) -> str:
     """Returns the line of Python at which this signal ended a node; "": its log does not say."""
     try:
-        return lastwords.crashed_at(_end_of(log_path, _CRASH_BYTES), number)
+        return lastwords.crash_place(_end_of(log_path, _CRASH_BYTES), number)
     except OSError:
         return ""

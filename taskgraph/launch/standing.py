@@ -43,7 +43,7 @@ class StalledLoop:
 
     def look(self, now: float) -> tuple[RunningCode, float] | None:
         """Returns a call that the loop has been in for `STANDS_S` or more, and for how long; each call once."""
-        runs = lastwords.on_loop(self._folder)
+        runs = lastwords.call_on_loop(self._folder)
         if runs is None or stopped(self._pid):  # a process that a signal halted stands still wherever it is
             self._order, self.reported = None, False
         elif runs.order != self._order:

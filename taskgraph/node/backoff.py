@@ -20,10 +20,11 @@ class Backoff:
         """Begins with a short pause again, since a try succeeded."""
         self._next_s = _FIRST_S
 
-    def step(self) -> float:
+    def next_pause_s(self) -> float:
         """Returns the length of the next pause, in seconds, and doubles it."""
         pause_s, self._next_s = self._next_s, min(_LAST_S, 2 * self._next_s)
         return pause_s
 
     async def pause(self) -> None:
-        await asyncio.sleep(self.step())
+        """Sleeps for the next pause."""
+        await asyncio.sleep(self.next_pause_s())

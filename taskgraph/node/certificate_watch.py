@@ -41,12 +41,13 @@ class CertificateWatch:
         self._emitted: set[tuple[Path, float, bool]] = set()
 
     async def watch(self) -> None:
+        """Checks the certificates from time to time, until it is cancelled."""
         while True:
             next_s = self.check()
             await asyncio.sleep(next_s)
 
     def check(self) -> float:
-        """Warns once for each certificate, and once more when it has ended.
+        """Warns once about each certificate that ends soon, and once more when it has ended.
 
         Returns:
             Seconds until the next check.

@@ -113,7 +113,7 @@ class ControlServer:
         tls: Tls | None = None,
         insecure: bool = False,
     ) -> str:
-        """Listens.
+        """Begins to listen for calls.
 
         Args:
             unix_path: a socket for its owner only; its folder must be private, too.
@@ -187,7 +187,10 @@ class ControlServer:
         both = grpc.stream_stream_rpc_method_handler
 
         def method(
-            make: Callable[..., Any], function: Callable[..., Any], request: Any, write: Callable[[Any], bytes] = _bytes
+            make: Callable[..., Any],
+            function: Callable[..., Any],
+            request: Any,
+            write: Callable[[Any], bytes] = _to_bytes,
         ) -> Any:
             return make(function, request_deserializer=request.FromString, response_serializer=write)
 
@@ -210,6 +213,7 @@ class ControlServer:
     # -- before a call -----------------------------------------------------------------------------------
 
     async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> ControlledNode:
+        """Returns the attached node; aborts the call if there is none yet."""
         if self._node is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the node is starting: try again")
         assert self._node is not None
@@ -218,6 +222,10 @@ class ControlServer:
     def _with_check(
         self, function: Callable[[ControlledNode, Any], Awaitable[Any]]
     ) -> Callable[[Any, Any], Awaitable[Any]]:
+        """Makes the handler of a call with one reply; while no node is attached, and after a ValueError, it aborts the
+        call.
+        """
+
         async def checked(request: Any, context: Any) -> Any:
             node = await self._check(context)
             try:
@@ -230,6 +238,10 @@ class ControlServer:
     def _stream_with_check(
         self, function: Callable[[ControlledNode, Any], AsyncGenerator[Any, None]]
     ) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
+        """Makes the handler of a call with a stream of replies; it aborts the call while no node is attached, or after
+        an error of ours.
+        """
+
         async def checked(request: Any, context: Any) -> AsyncGenerator[Any, None]:
             node = await self._check(context)
             # Closed as soon as the caller goes, not by the garbage collector: a follower would get events until then.
@@ -248,6 +260,7 @@ class ControlServer:
         return _status_reply(node.status())
 
     async def _kill(self, node: ControlledNode, request: pb.KillRequest) -> pb.KillReply:
+        """Sends a signal to this process: SIGKILL at once, others soon after the reply."""
         number = signal.Signals(request.signal)
         obey: Callable[[], object] = partial(os.kill, os.getpid(), number)
         if host.is_first_process():
@@ -271,6 +284,7 @@ class ControlServer:
         return pb.DrainReply()
 
     async def _follow(self, node: ControlledNode, request: pb.EventsRequest) -> AsyncGenerator[pb.EventReply, None]:
+        """Yields the last events, and then new ones if the caller follows."""
         follower = _Follower()
         for event in self._events.recent()[-request.last :]:
             follower.queue(event)
@@ -342,6 +356,7 @@ class _Gate(grpc.GenericRpcHandler):
         self._refusals = refusals
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
+        """Returns gRPC's handler of a call: that of its method, or one that refuses it for its token."""
         token = next((v for k, v in details.invocation_metadata or () if k == TOKEN_KEY), b"")
         if hmac.compare_digest(token if isinstance(token, bytes) else token.encode(), self._credential):
             return self._methods.service(details)
@@ -385,7 +400,9 @@ class _Follower:
             self._timer.cancel()
 
     async def next(self) -> tuple[list[str], int] | None:
-        """Returns the next events, as JSON, and how many were dropped before them; None at the end."""
+        """Waits for the next events, and returns them as JSON with the number dropped before them; None: the stream
+        ends.
+        """
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -429,7 +446,7 @@ def _bind_unix(server: grpc.aio.Server, path: Path) -> None:
 
 
 def _bind_tcp(server: grpc.aio.Server, host: str, ports: Sequence[int], tls: Tls | None) -> int:
-    """Binds to the first of these ports that is free."""
+    """Binds to the first of these ports that is free; returns the port."""
     for port in ports:
         if not is_free(host, port):  # also raises with the reason, which gRPC does not give
             continue
@@ -499,7 +516,7 @@ def _status_reply(status: NodeStatus) -> pb.StatusReply:
     )
 
 
-def _bytes(message: Any) -> bytes:
+def _to_bytes(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
 
@@ -513,14 +530,15 @@ def _with_digest(
         whole = xxhash.xxh3_128()
         async with contextlib.aclosing(chunks(node, request)) as found:
             async for chunk in found:
-                whole.update(data := _bytes(chunk))
+                whole.update(data := _to_bytes(chunk))
                 yield data
-        yield _bytes(pb.ResultChunk(digest=whole.digest()))
+        yield _to_bytes(pb.ResultChunk(digest=whole.digest()))
 
     return stream
 
 
 def _row_chunks(reports: tuple[ReportRow, ...]) -> Iterator[list[pb.ReportRow]]:
+    """Yields the rows of all reports in lists of about `_CHUNK_BYTES`."""
     rows: list[pb.ReportRow] = []
     size = 0
     for report in reports:

@@ -31,7 +31,7 @@ from taskgraph.protocol.records import ENDED_ITSELF, GoneRecord, RunningCode, St
 from taskgraph.system.host import boot_id
 from taskgraph.transport.api import Transport
 
-__all__ = ["CoreArguments", "NodeCore", "Point", "ended_itself"]
+__all__ = ["CoreArguments", "NodeCore", "Point", "ended_itself_text"]
 
 T = TypeVar("T")
 Point = Callable[[str, int, int], Awaitable[None]]
@@ -165,9 +165,11 @@ class NodeCore:
         await self._unpaused.wait()
 
     async def short_pause(self) -> None:
+        """Sleeps 50 ms, before a failed call is repeated."""
         await asyncio.sleep(_RETRY_S)
 
     async def point(self, stage: str, task: int, epoch: int) -> None:
+        """Calls the function that tests give, which may kill the node at this moment of an epoch (`Point`)."""
         if self._point is not None:
             await self._point(stage, task, epoch)
 
@@ -189,7 +191,7 @@ class NodeCore:
         return f"{self.id}:{next(self._write_numbers)}"
 
     async def retry_until_answered(self, call: Callable[[], Awaitable[T]]) -> T | None:
-        """Repeats a call until etcd answers; None if the node is asked to leave first."""
+        """Repeats a call until etcd answers, and returns the answer; None if the node is asked to leave first."""
         logged = False
         while not self.draining:
             try:
@@ -202,13 +204,13 @@ class NodeCore:
         return None
 
     async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
-        """Executes a transaction until its outcome is known; see `EtcdWrites.transact`."""
+        """Executes a transaction until its outcome is known; returns its revision or None, as `EtcdWrites.transact`."""
         return await self.writes.transact(txn, key=key, writer=writer)
 
     # -- work that ends with the node -------------------------------------------------------------
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs a coroutine that is cancelled at the node's end."""
+        """Starts a coroutine as an asyncio task, which is cancelled at the node's end."""
         if self._group is None:
             work.close()
             raise RuntimeError("the node is not running")
@@ -218,13 +220,16 @@ class NodeCore:
         return task
 
     def wait_for(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Runs a coroutine that the node's end waits for."""
+        """Starts a coroutine that runs to its end, also when the node ends; if the node has not begun, does not start
+        it.
+        """
         if self._group is None:
             work.close()
         else:
             self._child(self._group, work, name)
 
     def _child(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Starts a coroutine in the node's group, in which the first error ends the node."""
         task = group.create_task(work, name=name)
         task.add_done_callback(self._note_error)
         return task
@@ -245,7 +250,7 @@ class NodeCore:
         *,
         finished: bool = False,
     ) -> bool:
-        """Fails the job with an error. False if a fence failed, or the job had ended already.
+        """Fails the job with an error. Returns False if a fence failed, or the job had ended already.
 
         Args:
             also: text to add to the error's.
@@ -260,13 +265,15 @@ class NodeCore:
             return False
         if view.finished:  # collected results stay valid, even if code raises later
             fences = (*fences, Compare(view.keys.collected, 0))
-        if not await self.write_failed(transactions.fail(view, status, fences), status):
+        if not await self.write_failure(transactions.fail(view, status, fences), status):
             await self.keeper.refresh()
             return False
         return True
 
-    async def write_failed(self, txn: Txn, status: StatusRecord) -> bool:
-        """Executes `txn`, which fails the job with `status`, and emits the event. False if its comparisons failed."""
+    async def write_failure(self, txn: Txn, status: StatusRecord) -> bool:
+        """Executes `txn`, which fails the job with `status`, and emits the event. Returns False if a comparison
+        failed.
+        """
         keeper = self.keeper
         try:
             revision = await self.transact(txn, key=keeper.view.keys.status, writer=status.writer)
@@ -286,13 +293,13 @@ class NodeCore:
         self.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
 
     def end_with(self, error: TaskGraphError, ran: tuple[RunningCode, ...] = ()) -> None:
-        """Ends this node, which cannot go on.
+        """Begins to end this node with an error, since it cannot go on.
 
         Args:
             ran: the code that caused this, if it may end other nodes, too: then this end counts as a death.
         """
         if self._failure is not None and not self._failure.done():
-            self._why_left, self._ran_code = ended_itself(error), ran
+            self._why_left, self._ran_code = ended_itself_text(error), ran
             self._failure.set_exception(error)
 
     def gone_record(self) -> GoneRecord:
@@ -300,5 +307,6 @@ class NodeCore:
         return GoneRecord(reason=self._why_left, running_code=self._ran_code, writer=self.writer())
 
 
-def ended_itself(error: BaseException) -> str:
+def ended_itself_text(error: BaseException) -> str:
+    """Returns the reason, for etcd, why a node ended itself with an error."""
     return f"{ENDED_ITSELF}: {message_text(error)}"[:_WHY_CHARS]

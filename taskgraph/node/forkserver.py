@@ -139,6 +139,9 @@ def _fork_and_end(
     output: int,
     main: Callable[[NodeConfig], NoReturn],
 ) -> NoReturn:
+    """In the child: forks the node, writes its process id to `say`, and ends. The node waits for `may_begin`, then
+    runs.
+    """
     try:
         try:
             node = os.fork()
@@ -164,6 +167,7 @@ def _fork_and_end(
 
 
 def _run_node(config: NodeConfig, output: int, main: Callable[[NodeConfig], NoReturn]) -> NoReturn:
+    """Runs a node whose standard output and error go to the file `output`."""
     for fd in (1, 2):
         os.dup2(output, fd)
     os.close(output)

@@ -14,7 +14,7 @@ from typing import Any, NotRequired, Protocol, Unpack
 from taskgraph.device.visible import device_ids
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError
-from taskgraph.node.core import CoreArguments, NodeCore, ended_itself
+from taskgraph.node.core import CoreArguments, NodeCore, ended_itself_text
 from taskgraph.node.membership.arithmetic import arithmetic
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
@@ -121,7 +121,7 @@ class NodeLife(NodeCore):
         """Stops what begins new work, before everything here is ended."""
 
     async def end_parts(self) -> None:
-        """Called once all asyncio tasks here have ended."""
+        """Ends the parts that are left; called once all asyncio tasks here have ended."""
 
     def close_threads(self) -> None:
         self.threads.close()
@@ -162,6 +162,9 @@ class NodeLife(NodeCore):
             await self.transport.close()
 
     async def _live(self) -> None:
+        """Runs the node's services until its work is over, then stops everything; raises the error that ended
+        the node.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -178,7 +181,7 @@ class NodeLife(NodeCore):
                     await self._wait_for_end()
                 except asyncio.CancelledError:
                     if self._first_error is not None:  # the task group cancelled this
-                        self._why_left = ended_itself(self._first_error)
+                        self._why_left = ended_itself_text(self._first_error)
                     elif self.own_process:
                         self._note_cancelled()
                     raise
@@ -191,6 +194,7 @@ class NodeLife(NodeCore):
             self._group = None
 
     async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
+        """Cancels all asyncio tasks of the node until they have ended, then ends its parts."""
         self._leaving = True
         tasks = [*services, *self._owned, *self.set_ups()]
         pending, rounds = set(tasks), 0
@@ -208,6 +212,7 @@ class NodeLife(NodeCore):
         await self.end_parts()
 
     def _record(self) -> NodeRecord:
+        """Makes the value of the node's key in etcd, without what changes with each write."""
         return NodeRecord(
             name=self.name,
             run=self.spec.run,
@@ -225,6 +230,7 @@ class NodeLife(NodeCore):
         )
 
     def _check_spec(self) -> None:
+        """Raises if the job in etcd has another driver, run or token than this node, or was not submitted."""
         if self.keeper.view.spec is None:
             raise JobError(f"no job {self.spec.name!r} was submitted")
         submitted = JobSpec.from_bytes(self.keeper.view.spec)
@@ -251,6 +257,7 @@ class NodeLife(NodeCore):
             await over
 
     async def _wait_for_end_of_work(self) -> None:
+        """Returns when the job has ended and its results are collected or given up, or when this node has drained."""
         view = self.keeper.view
         while True:
             await self._wait_for_view(lambda v: not v.running or self._is_superseded())
@@ -267,7 +274,9 @@ class NodeLife(NodeCore):
                 return
 
     async def _give_results_up(self) -> bool:
-        """Records in etcd that the results are given up. False if the job changed: look at it again."""
+        """Records in etcd that the results are given up. Returns False if the job has changed, and must be waited for
+        again.
+        """
         view, writer = self.keeper.view, self.writer()
         within = f"{self.settings.results_kept_s:g} s (settings.results_kept_s)"
         why = f"neither a launcher nor `taskgraph result` collected them within {within}"

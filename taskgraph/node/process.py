@@ -106,13 +106,13 @@ async def run_node(config: NodeConfig, lost_output: DroppingOutput | None = None
             job = spec.load_job()
             return await _run(config, coordinator, spec, revision, job, lost_output)
     except FingerprintMismatch as error:
-        return _log_and_return(f"refused: {error}", OTHER_DRIVER)
+        return _print_and_return(f"refused: {error}", OTHER_DRIVER)
     except CoordinationError as error:
-        return _log_and_return(str(error), UNREACHABLE)
+        return _print_and_return(str(error), UNREACHABLE)
     except DeviceLost as error:
-        return _log_and_return(str(error), DEVICE_LOST)
+        return _print_and_return(str(error), DEVICE_LOST)
     except TaskGraphError as error:
-        return _log_and_return(str(error), CANNOT_GO_ON)
+        return _print_and_return(str(error), CANNOT_GO_ON)
 
 
 @asynccontextmanager
@@ -142,7 +142,8 @@ async def _connected(config: NodeConfig) -> AsyncIterator[Coordinator]:
         await coordinator.close()
 
 
-def _log_and_return(text: str, code: int) -> int:
+def _print_and_return(text: str, code: int) -> int:
+    """Prints why the node ends, and returns its exit code."""
     print(f"taskgraph node: {text}", file=sys.stderr, flush=True)
     return code
 
@@ -150,7 +151,7 @@ def _log_and_return(text: str, code: int) -> int:
 def _print_last(text: str) -> None:
     """Prints why the node ends. It uses no logger, since user code may have silenced all loggers."""
     with contextlib.suppress(OSError, ValueError):  # user code may have closed the stream
-        _log_and_return(text, CANNOT_GO_ON)
+        _print_and_return(text, CANNOT_GO_ON)
 
 
 async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, int]:
@@ -359,7 +360,7 @@ _view: JobView | None = None
 
 
 def _handle_signals(config: NodeConfig, node: NodeLife) -> None:
-    """Drains the node after SIGTERM, SIGINT or the launcher's order; a later signal ends the process at once."""
+    """Makes SIGTERM, SIGINT and the launcher's order drain the node; a later signal ends the process at once."""
     global _leave, _view
     orders, drained = Orders(), False
 
@@ -392,7 +393,7 @@ def _follow_parent(config: NodeConfig) -> None:
         orders = [os.read(fd, 4096) for fd, _ in poll.poll(_PARENT_CHECK_S * 1000)]
         if b"" in orders or (config.parent_pid and os.getppid() != config.parent_pid):
             _remove_sockets(config, launcher_gone=True)
-            _exit(_log_and_return("the launcher is gone", CANNOT_GO_ON))
+            _exit(_print_and_return("the launcher is gone", CANNOT_GO_ON))
         if not orders:
             continue
         if _leave is None:
@@ -409,7 +410,7 @@ def _end_with_etcd(gone: Callable[[], bool], config: NodeConfig) -> None:
     time.sleep(_LAST_READ_S)
     if _view is None or _view.status is None or _view.has_work:  # else the node ends by itself
         _remove_sockets(config)
-        _exit(_log_and_return("the job has ended with its launcher, whose etcd it was in", UNREACHABLE))
+        _exit(_print_and_return("the job has ended with its launcher, whose etcd it was in", UNREACHABLE))
 
 
 def _exit(code: int, *, intended: bool = True) -> NoReturn:

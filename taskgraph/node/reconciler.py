@@ -101,7 +101,7 @@ class Reconciler:
                 roles.step_down(task)
             else:
                 primary.check_terms()
-        roles.share()
+        roles.adapt_shares()
         if not node.placement.may_start():
             return
         node.placement.update()
@@ -111,7 +111,7 @@ class Reconciler:
             self._takeovers.emit_unplaceable()
             self._set_up_backups()
         self._drop_replicas()
-        self._notices.look()
+        self._notices.notify_of_neighbors()
         node.keeper.notify_later()
 
     def _set_up_backups(self) -> None:

@@ -184,6 +184,7 @@ class Replica:
                 self._built = True
 
     def _build(self) -> Task:
+        """Calls the task builder, checks the object that it returns, and sets the framework's attributes."""
         task = self.job.build(self.task)
         if not isinstance(task, Task):
             raise JobError(
@@ -220,6 +221,7 @@ class Replica:
         await asyncio.shield(self._set_up)
 
     async def _run_setup(self) -> None:
+        """Builds the user's object and calls `setup()`; then the replica is ready."""
         await self.build()
         if "setup" in self.shape.overrides:
             context = self.actor.contexts.fresh()

@@ -88,6 +88,7 @@ class _Block:
         return made
 
     def packed(self, level: int) -> bytes:
+        """Returns the block as bytes."""
         head = [[len(epochs), names] for names, (epochs, _) in self.groups.items()]
         text = json.dumps(head, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -97,6 +98,7 @@ class _Block:
         return b"".join(parts)
 
     def _group(self, names: _Names) -> tuple[array[int], array[float]]:
+        """Returns the columns of these names: epochs and numbers. Adds empty ones if there are none."""
         group = self.groups.get(names)
         if group is None:
             group = self.groups[names] = (array("q"), array("d"))
@@ -147,13 +149,16 @@ class _Block:
 
     @property
     def first(self) -> int:
+        """The earliest epoch in this block."""
         return min(epochs[0] for epochs, _ in self.groups.values())
 
     @property
     def last(self) -> int:
+        """The latest epoch in this block."""
         return max(epochs[-1] for epochs, _ in self.groups.values())
 
     def read_epoch(self, epoch: int) -> PlainRows:
+        """Returns the rows of an epoch; {} if this block has none."""
         for names, (epochs, numbers) in self.groups.items():
             at = bisect_left(epochs, epoch)
             if at < len(epochs) and epochs[at] == epoch:
@@ -210,6 +215,7 @@ class ReportLog:
         self._newest, self._rows = epoch, reported
 
     def _thin(self) -> None:
+        """Merges neighboring full blocks, and drops epochs of them, until all full blocks fit into `most_bytes`."""
         full = self._full_blocks
         while len(full) > 1 and sum(map(len, full)) > self.most_bytes:
             levels = [_level(block) for block in full]
@@ -298,10 +304,12 @@ def _are_names(names: Sequence[tuple[Any, Sequence[Any]]]) -> bool:
 
 
 def _width(names: _Names) -> int:
+    """Counts the numbers that an epoch with these names has."""
     return sum([len(row) for _, row in names])
 
 
 def _row(names: _Names, numbers: array[float], at: int) -> PlainRows:
+    """Returns the rows of one epoch: its names with the numbers from `at` on."""
     rows = PlainRows()
     for task, row in names:
         rows[task] = dict(zip(row, numbers[at : at + len(row)], strict=True))
@@ -310,6 +318,7 @@ def _row(names: _Names, numbers: array[float], at: int) -> PlainRows:
 
 
 def plain(rows: Rows) -> PlainRows:
+    """Copies the rows of an epoch into plain dicts."""
     return {task: dict(numbers.items()) for task, numbers in rows.items()}
 
 
@@ -321,6 +330,7 @@ def _little_endian(column: array[Any]) -> bytes:
 
 
 def _level(block: bytes) -> int:
+    """Returns the level of a packed block. Raises DecodeError."""
     try:
         return int(_HEAD.unpack_from(block)[0])
     except (TypeError, struct.error) as error:

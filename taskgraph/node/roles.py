@@ -65,7 +65,7 @@ class Roles:
         run.add_done_callback(lambda _: self.runs.pop(task, None))
         self.reconsider()
 
-    def share(self) -> None:
+    def adapt_shares(self) -> None:
         """Shares the memory for uncommitted epochs, and the searches for garbage, among the primaries here.
 
         The reconciler calls this once for many changes: each of thousands of tasks that begin would go through all
@@ -75,7 +75,7 @@ class Roles:
             self._last_share = len(self.primaries)
             search_garbage_for(len(self.primaries))
             for primary in self.primaries.values():
-                primary.share()
+                primary.adapt_share()
 
     async def _run_primary(self, primary: Primary) -> None:
         """Runs a primary's term. An unexpected error ends the node, so that others take over."""
@@ -102,6 +102,7 @@ class Roles:
         self.stepping_down[task] = self._node.own(self._finish_step_down(primary, run), f"step down from task {task}")
 
     async def _finish_step_down(self, primary: Primary, run: asyncio.Task[None] | None) -> None:
+        """Cancels a primary that was replaced, waits for its end, and tells the user's object that it is a backup."""
         task = primary.task
         if run is not None:
             run.cancel()
@@ -126,6 +127,7 @@ class Roles:
         return leader
 
     def _lead(self, primary: Primary) -> None:
+        """Begins to lead the job, for task 0's new primary here."""
         self._node.leader = leader = LeaderRole(self._node, primary)
         self._leading = self._node.own(leader.run(), "leader")
 
@@ -157,6 +159,7 @@ class Roles:
             self._node.own(self._set_up(replica), f"set up task {task}")
 
     async def _set_up(self, replica: Replica) -> None:
+        """Sets a replica up; a failure ends this node or the job."""
         try:
             await replica.set_up()
         except (UserCodeError, TaskGraphError) as error:
@@ -170,10 +173,11 @@ class Roles:
             self.changed.set()
 
     def drop(self, task: int) -> None:
-        """Removes a replica and tears it down."""
+        """Removes a replica, and begins to tear it down."""
         self._node.wait_for(self._tear_down(self.replicas.pop(task)), f"tear down task {task}")
 
     async def _tear_down(self, replica: Replica) -> None:
+        """Tears a dropped replica down; an error in `teardown()` fails the job."""
         try:
             await self._tear_down_reporting(replica)
         except UserCodeError as error:
@@ -197,9 +201,9 @@ class Roles:
             self.leaving.remove(replica)
 
     def _emit_slow(self, replica: Replica) -> None:
-        self._node.events.emit("slow", self._waits_for(replica), task=replica.task)
+        self._node.events.emit("slow", self._waits_text(replica), task=replica.task)
 
-    def _waits_for(self, replica: Replica) -> str:
+    def _waits_text(self, replica: Replica) -> str:
         code = ", ".join(repr(running.where) for running in replica.actor.running) or "its turn"
         limit = self._node.settings.cancel_s
         return f"task {replica.task}: its end on {self._node.name} waits for {code}, for {limit:g} s at most"
@@ -207,7 +211,7 @@ class Roles:
     @property
     def waits(self) -> tuple[str, ...]:
         """What the teardown of replicas waits for, for `status`."""
-        return tuple([self._waits_for(replica) for replica in self.leaving])
+        return tuple([self._waits_text(replica) for replica in self.leaving])
 
     async def end(self) -> None:
         """Tears all replicas down at the node's end."""
@@ -217,6 +221,7 @@ class Roles:
                 group.create_task(self._end(replica))
 
     async def _end(self, replica: Replica) -> None:
+        """Tears a replica down at the node's end; an error in `teardown()` is an event."""
         try:
             await self._tear_down_reporting(replica)
         except UserCodeError as error:

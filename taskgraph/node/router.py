@@ -120,7 +120,7 @@ class Router:
             primary = view.primaries.get(task)
             peer = self.peer(primary.record.node) if primary else None
             if primary is None or peer is None:
-                await self._keeper.wait_until(lambda v: _revision(v, task) > 0 and self._reachable(v, task))
+                await self._keeper.wait_until(lambda v: _revision(v, task) > 0 and self._has_reachable_primary(v, task))
                 continue
             revision = primary.mod_revision
             try:
@@ -130,7 +130,7 @@ class Router:
                     raise
             except (TransportError, TimeoutError):
                 pass  # the node may be dead or replaced: the view shows its successor, now or soon
-            await self._next_try(task, revision, backoff.step())
+            await self._next_try(task, revision, backoff.next_pause_s())
 
     def begin(self, task: int, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
         """Tries once to call the primary of `task`, if that needs no waiting; otherwise None.
@@ -178,6 +178,7 @@ class Router:
     def _begin(
         self, peer: Peer, message: Call, in_vain: Callable[[JobView], bool], *, quiet: bool = False
     ) -> asyncio.Future[Reply] | None:
+        """Begins a call, which is cancelled once it is in vain; None if it cannot begin without waiting."""
         reply = self._transport.call_now(peer, message, quiet=quiet)
         if reply is not None and not reply.done():
             self._groups.append(([weakref.ref(reply)], in_vain))
@@ -207,6 +208,7 @@ class Router:
         return {node: known.why for node, known in self._failing.items() if known.last - known.since >= for_s}
 
     def _note_failure(self, node: str, error: TransportError) -> None:
+        """Notes that a node could not be reached; calls `on_gone` if its port refused."""
         now, known = asyncio.get_running_loop().time(), self._failing.get(node)
         since = now if known is None or now - known.last > _FORGET_S else known.since
         self._failing[node] = _FailedCalls(since, now, str(error))
@@ -231,6 +233,7 @@ class Router:
     async def _try(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
     ) -> Reply:
+        """Tries a call once, and returns its reply."""
         reply = self._begin(peer, message, in_vain)
         if reply is not None:
             return await self._await_reply(reply, timeout_s)
@@ -242,6 +245,7 @@ class Router:
                 self._in_flight.pop(scope, None)
 
     async def _await_reply(self, reply: asyncio.Future[Reply], timeout_s: float | None) -> Reply:
+        """Waits for a reply. Raises TimeoutError after `timeout_s`, or once the call is in vain."""
         task = asyncio.current_task()
         assert task is not None
         before = task.cancelling()
@@ -283,7 +287,7 @@ class Router:
             other = "" if task is None else f", or another is primary of task {task}"
             raise PeerLost(f"node {node} did not answer in time, its lease ended{other}") from None
 
-    def _reachable(self, view: JobView, task: int) -> bool:
+    def _has_reachable_primary(self, view: JobView, task: int) -> bool:
         node = view.primary_node(task)
         return node is not None and self.peer(node) is not None
 
@@ -305,5 +309,6 @@ def _is_replaced(task: int, known: int, view: JobView) -> bool:
 
 
 def _revision(view: JobView, task: int) -> int:
+    """Returns the revision of a task's primary in the view; 0: it has none."""
     primary = view.primaries.get(task)
     return primary.mod_revision if primary else 0

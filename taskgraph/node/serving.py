@@ -92,7 +92,7 @@ class Serving:
             "(give the job a larger Settings(max_parked=...))",
         )
 
-    def now(self, peer: str, message: Call) -> Reply | PendingReply | None:
+    def answer_now(self, peer: str, message: Call) -> Reply | PendingReply | None:
         """Answers the most frequent calls at once, if the view shows the caller's attempt.
 
         None: await `__call__`, which answers all calls.
@@ -104,20 +104,20 @@ class Serving:
             return self._answer_pull_now(message)
         if type(message) in _REPORTS and node.leader is not None:
             return node.leader.report_now(message)  # type: ignore[arg-type]
-        return self._offer_now(peer, message) if type(message) in _OFFERS else None  # type: ignore[arg-type]
+        return self._take_offer_now(peer, message) if type(message) in _OFFERS else None  # type: ignore[arg-type]
 
     def _answer_pull_now(self, pull: Pull) -> Reply | PendingReply | None:
         primary = self._primary_for(pull)
         if primary is None or (self._room(pull.stamp) < 1 and primary.attempts.lacks(pull)):
             return None
-        reply = primary.attempts.item(pull)
+        reply = primary.attempts.answer_pull(pull)
         if type(reply) is PendingReply:
             self._waiting.count += 1
             reply.counter = self._waiting
         return reply
 
-    def all_now(self, peer: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
-        """Answers as `now`, for each epoch of a pull."""
+    def answer_all_now(self, peer: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
+        """Answers as `answer_now`, for each epoch of a pull."""
         node, waiting = self._node, self._waiting
         room = self._room(Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1))
         if peer == node.id:
@@ -127,7 +127,7 @@ class Serving:
         primary = self._primary_for(pull)
         if primary is None:
             return None
-        replies = primary.attempts.items(pull)
+        replies = primary.attempts.answer_pulls(pull)
         for reply in replies:
             if type(reply) is PendingReply:
                 waiting.count += 1
@@ -152,7 +152,7 @@ class Serving:
         last = Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1)
         return primary if within_reach(last, _PULLED_AHEAD * self._ahead, view) else None
 
-    def _offer_now(self, peer: str, offer: Offer | Offers) -> Accepted | None:
+    def _take_offer_now(self, peer: str, offer: Offer | Offers) -> Accepted | None:
         """Stores offered boundaries at once if the replica is set up, which is the usual case."""
         node, view = self._node, self._node.keeper.view
         replica = self._roles.replicas.get(offer.task)
@@ -195,22 +195,23 @@ class Serving:
             self._waiting.count -= parks
 
     async def _dispatch(self, peer: str, message: Call) -> Reply:
+        """Passes a call to the part of the node that answers it."""
         match message:
             case Pull():
-                attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
+                attempt = await self._wait_for_attempt(message.task, message.stamp, message.sender, message.sender_term)
                 await attempt.wait_until_composed()
-                item = attempt.out.ask(message)
+                item = attempt.out.answer(message)
                 return await item if isinstance(item, PendingReply) else item
             case Flag():
-                attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
+                attempt = await self._wait_for_attempt(message.task, message.stamp, message.sender, message.sender_term)
                 await attempt.wait_until_composed()
                 return await attempt.mailbox.take_flag(message)
             case Request():
-                attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
+                attempt = await self._wait_for_attempt(message.task, message.stamp, message.sender, message.sender_term)
                 await attempt.wait_until_composed()
                 return await attempt.mailbox.take_request(message)
             case Offer() | Offers():
-                return await self._offer(peer, message)
+                return await self._take_offer(peer, message)
             case Release():
                 await self._node.keeper.wait_for_revision(message.revision)
                 self._roles.release(message)
@@ -222,15 +223,15 @@ class Serving:
             case WrittenFiles():
                 return self._require_leader().checkpointer.note_files(message)
             case Seal():
-                attempt = await self._attempt(message.task, message.stamp)
+                attempt = await self._wait_for_attempt(message.task, message.stamp)
                 if attempt.activity.seal(message.version):
                     return Accepted(attempt.term)
                 raise Refused(Reason.MOVED_ON, f"task {message.task} took a message since version {message.version}")
             case HandOver():
-                await self._takeovers.hand_over(message)
+                await self._takeovers.accept_handover(message)
                 return Accepted()
             case Audit():
-                attempt = await self._attempt(message.task, message.stamp)
+                attempt = await self._wait_for_attempt(message.task, message.stamp)
                 return LedgerPage(attempt.term, attempt.ledger.entries())
             case Waits():
                 return await self._waits_of_primary(message)
@@ -243,13 +244,18 @@ class Serving:
         raise Refused(Reason.BAD_MESSAGE, f"a node does not serve {type(message).__name__}")
 
     def _require_leader(self) -> LeaderRole:
+        """Returns the leader's role; raises Refused if this node does not lead."""
         leader = self._roles.leader
         if leader is None:
             raise Refused(Reason.NOT_PRIMARY, f"{self._node.name} does not lead the job")
         return leader
 
-    async def _attempt(self, task: int, stamp: Stamp, sender: int | None = None, sender_term: int = 0) -> Attempt:
-        """Waits for the attempt at `stamp` of a task whose primary is here."""
+    async def _wait_for_attempt(
+        self, task: int, stamp: Stamp, sender: int | None = None, sender_term: int = 0
+    ) -> Attempt:
+        """Waits for the attempt at `stamp` of a task, and returns it. Raises Refused if the primary is not here, or a
+        stamp or term is stale.
+        """
         node, keeper = self._node, self._node.keeper
         if task not in self._roles.primaries:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task}")
@@ -264,7 +270,7 @@ class Serving:
         primary = self._roles.primaries.get(task)
         if primary is None:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is no longer primary of task {task}")
-        return await primary.attempts.at(stamp)
+        return await primary.attempts.wait_for_attempt(stamp)
 
     async def _waits_of_primary(self, message: Waits) -> WaitsPage:
         """Returns what a primary waits for, also before it has begun its attempt."""
@@ -285,7 +291,7 @@ class Serving:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is no longer primary of task {task}")
         return primary
 
-    async def _offer(self, peer: str, offer: Offer | Offers) -> Accepted:
+    async def _take_offer(self, peer: str, offer: Offer | Offers) -> Accepted:
         """Stores offered boundaries; sets a new replica up first."""
         node, keeper = self._node, self._node.keeper
         await keeper.wait_until_read(lambda view: view.term(offer.task) >= offer.term)
@@ -325,6 +331,7 @@ class Serving:
             raise Refused(Reason.BAD_MESSAGE, f"offer of task {offer.task}: {error}") from None
 
     def _store(self, replica: Replica, offer: Offer | Offers, log: dict[int, Rows] | ReportLog | None = None) -> None:
+        """Stores the boundaries of an offer and takes over the reports in them; raises Refused if one is stale."""
         epoch = self._node.keeper.view.epoch
         if epoch is not None:
             replica.follow(epoch.record)  # first drop what a roll-back undid: it must not make later boundaries history
@@ -348,6 +355,7 @@ class Serving:
                 return
 
     def _check_offer(self, peer: str, offer: Offer | Offers) -> None:
+        """Raises Refused if an offer is stale, is not of the task's primary, or this node is leaving."""
         view = self._node.keeper.view
         if self._node.leaving:  # a new replica would not be torn down
             raise Refused(Reason.CLOSING, f"{self._node.name} is leaving")

@@ -60,7 +60,9 @@ class Snapshot:
 
 
 def named_fields(state: Any) -> dict[str, Any]:
-    """Returns {name: field} of a snapshot that is a dict, and {} for others."""
+    """Returns {name: field} of a snapshot that is a dict with names as keys, and {"snapshot()": snapshot} of
+    another.
+    """
     return state if isinstance(state, dict) and all(isinstance(name, str) for name in state) else {"snapshot()": state}
 
 

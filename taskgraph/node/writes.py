@@ -71,7 +71,7 @@ class EtcdWrites:
     async def _execute_again(
         self, txn: Txn, key: str, writer: str, since: float, error: CoordinationError
     ) -> TxnResult | None:
-        """Repeats a transaction whose first try failed with `error`."""
+        """Repeats a transaction whose first try failed with `error`, until its outcome is known."""
         uncertain = False
         with self._repeating(since) as request:
             while True:
@@ -92,7 +92,7 @@ class EtcdWrites:
                     return TxnResult(True, found)
                 return None
 
-    async def attempt(self, txn: Txn) -> None:
+    async def try_once(self, txn: Txn) -> None:
         """Executes a transaction once. Logs a failure: the caller tries again later."""
         try:
             await self._coordinator.txn(txn)
@@ -112,6 +112,7 @@ class EtcdWrites:
 
     @contextmanager
     def _repeating(self, since: float) -> Iterator[_RepeatedRequest]:
+        """Lists a request in `waits` while the block repeats it."""
         request = _RepeatedRequest(self._coordinator, since)
         self._repeated[request] = None
         try:

@@ -38,7 +38,7 @@ It may wait without a limit: calls do not block each other. `errors.Refused` bec
 logged with its traceback, and becomes a refusal with BAD_MESSAGE. The handler is cancelled when the caller cancels its
 call or the session breaks.
 
-An attribute `now` (a `ServeNow`) and an attribute `all_now` (a `ServeAll`) may answer calls without a task."""
+Attributes `answer_now` (a `ServeNow`) and `answer_all_now` (a `ServeAll`) may answer calls without a task."""
 
 
 class PendingCount:

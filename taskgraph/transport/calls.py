@@ -78,8 +78,8 @@ class OpenCall(CallFuture):
 
 
 def answer_now(serve: Serve, caller: str, call: Call) -> Reply | PendingReply | None:
-    """Calls `serve.now`, if `serve` has it. An error becomes a refusal."""
-    now: ServeNow | None = getattr(serve, "now", None)
+    """Calls `serve.answer_now`, if `serve` has it. An error becomes a refusal."""
+    now: ServeNow | None = getattr(serve, "answer_now", None)
     if now is None:
         return None
     try:
@@ -100,8 +100,8 @@ def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | Pendin
 
 
 def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
-    """Calls `serve.all_now`, if `serve` has it. An error becomes a refusal of all calls."""
-    every: ServeAll | None = getattr(serve, "all_now", None)
+    """Calls `serve.answer_all_now`, if `serve` has it. An error becomes a refusal of all calls."""
+    every: ServeAll | None = getattr(serve, "answer_all_now", None)
     try:
         return None if every is None else every(caller, pull)
     except Exception as error:

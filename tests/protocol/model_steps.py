@@ -266,7 +266,7 @@ class Steps:
     def offer(
         self, node: int, other: int, task: int, invited: bool, slot: int, others: int, others_view: int
     ) -> tuple[int, int] | None:
-        """A boundary is offered, held and acknowledged, as `Serving._offer` does it; None where it is refused.
+        """A boundary is offered, held and acknowledged, as `Serving._take_offer` does it; None where it is refused.
 
         Held and acknowledged at once: who has not heard of an acknowledgement may do nothing that who has heard may
         not. `invited`: the first offer makes a candidate. One that has accepted nothing counts for nothing, so being

@@ -80,7 +80,7 @@ def _reported(patch: pytest.MonkeyPatch, change: Callable[..., None]) -> None:
 
     def init(original: Any, self: Primary, *args: Any) -> None:
         original(self, *args)
-        self.reporter.set = partial(change, self.reporter.set, self)  # type: ignore[method-assign]
+        self.reporter.send_or_gather = partial(change, self.reporter.send_or_gather, self)  # type: ignore[method-assign]
 
     _changed(patch, Primary, "__init__", init)
 
@@ -765,11 +765,11 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
         attempt = primary.attempt if primary is not None else None
         if attempt is None or attempt.cancelled or attempt.graph is None:
             return None
-        reply = attempt.out.ask(pull)
+        reply = attempt.out.answer(pull)
         return msgspec.structs.replace(reply, stamp=pull.stamp) if isinstance(reply, Item) else reply
 
     patch.setattr(Serving, "_answer_pull_now", item)
-    patch.setattr(Serving, "all_now", lambda self, peer, pull: None)  # each is asked for
+    patch.setattr(Serving, "answer_all_now", lambda self, peer, pull: None)  # each is asked for
 
 
 @plant

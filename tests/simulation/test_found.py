@@ -53,7 +53,7 @@ async def test_a_hand_over_to_a_node_that_is_leaving_is_refused() -> None:
     view = backup.keeper.view
     assert view.stamp is not None
     with pytest.raises(Refused, match="cannot take over task 0"):
-        await backup.takeovers.hand_over(HandOver(view.stamp, 0, view.term(0)))
+        await backup.takeovers.accept_handover(HandOver(view.stamp, 0, view.term(0)))
 
 
 @pytest.mark.timeout(20)

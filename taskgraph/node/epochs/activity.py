@@ -43,6 +43,7 @@ class Activity:
             self._wake()
 
     def hold(self, mark: object, why: str) -> None:
+        """Opens a hold: the task is not idle until `release` is called with the same mark."""
         if self.open_holds is None:
             self.open_holds = {}
         self.open_holds[mark] = why
@@ -68,7 +69,7 @@ class Activity:
             await self._wait_for_wake()
 
     async def wait_until_sealed(self, on_idle: Callable[[int], None]) -> None:
-        """Waits until the leader has found all tasks idle.
+        """Waits until the leader has sealed the epoch, since all tasks are idle.
 
         Args:
             on_idle: called with the version whenever the task becomes idle at a new version.
@@ -82,7 +83,7 @@ class Activity:
                 await self._wait_for_wake()
 
     def seal(self, version: int) -> bool:
-        """Closes the epoch for messages if the task is still idle at `version`. False: it is not."""
+        """Closes the epoch for messages if the task is still idle at `version`. Returns False if it is not."""
         if not self.closed and self._reported == self.version == version:
             self.closed = True
             self._wake()

@@ -256,9 +256,11 @@ class Attempt:
         self._primary.attempts.answer_waiting_pulls(self)
 
     def _begin_deriving(self, deriving: list[asyncio.Task[None]], processor: Processor) -> None:
+        """Starts a processor that derives a local channel, and adds its asyncio task to `deriving`."""
         deriving.append(self._create_task(self._process(processor)))
 
     async def _process(self, processor: Processor) -> None:
+        """Runs one processor: waits for its items and for its epoch's turn, then calls its compute."""
         name, items = processor.name, self.inbound.items
         if processor.takes and (lacking := set(processor.takes).difference(items)):
             waiting = self.traced and clock()
@@ -287,7 +289,7 @@ class Attempt:
         outputs = Outputs(self, processor, inputs)
         compute = recording.wrap(Step(processor, name), processor.compute)
         close = partial(recording.close_outputs, name, outputs)
-        after = recording.watch(processor, close)
+        after = recording.checked_close(processor, close)
         switches = recording.switches
         before = await read_values(replica, partial(side_effects_of, self)) if replica.shape.in_flight else {}
         replica.actor.stamp = self.stamp
@@ -392,6 +394,7 @@ class Attempt:
     # -- `Work`: for user code, in any thread -----------------------------------------------------
 
     def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
+        """Calls a function on the event loop: at once in the loop's thread, and soon from another thread."""
         if threading.get_ident() == self._thread:
             function(*args)
         else:
@@ -437,8 +440,11 @@ class Attempt:
         return self.replica.threads.run(function)
 
     def run_beside(self, where: str, function: Callable[[], Any]) -> asyncio.Task[None]:
+        """Starts a plain function in a thread, beside other code of the task; its errors stay in the returned asyncio
+        task.
+        """
         call = self._loop.create_task(self._call_beside(where, function), name=where)
-        call.add_done_callback(_retrieve)
+        call.add_done_callback(_retrieve_error)
         return call
 
     async def _call_beside(self, where: str, function: Callable[[], Any]) -> None:
@@ -447,23 +453,27 @@ class Attempt:
         await actor.call(where, function, alone=False, attempt=self)
 
     def leave(self, call: asyncio.Task[None]) -> None:
+        """Lets the epoch go on without a late call, which only the end of the node still cancels."""
         late, node = self.replica.late_calls, self._primary.node
         late.add(call)
         call.add_done_callback(late.discard)
         node.log.info("task %d goes on without %r, which is late", self.task, call.get_name())
-        node.own(_outlast(call), f"{call.get_name()} of task {self.task}")
+        node.own(_wait_for_late_call(call), f"{call.get_name()} of task {self.task}")
 
     @property
     def late(self) -> Collection[asyncio.Task[None]]:
         return self.replica.late_calls
 
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> asyncio.Future[None]:
+        """Begins to pull the items of optional channels; the returned future is done when all have arrived."""
         return self.inbound.fetch(channels)
 
     def supply(self, tag: str, value: Encoded) -> None:
+        """Hands over the value of a local channel, from any thread."""
         self._call_on_loop(self.inbound.supply, (tag, self.task), value)
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
+        """Puts an item for each consumer, from any thread, and counts it in the ledger."""
         if self.cancelled:
             raise self.end_error()
         if threading.get_ident() != self._thread:
@@ -506,6 +516,7 @@ class Attempt:
         )
 
     def _fail_by(self, error: GraphError) -> None:
+        """Fails the job with an error: by this attempt while it runs, or by the primary after it has finished."""
         if self._group is not None and not self.cancelled:
             self._create_task(raise_in_attempt(error))
         elif self.finished:
@@ -540,7 +551,9 @@ class Attempt:
         return len(self._mailbox.awaited) > _MAX_WAITING  # slow, so it comes last
 
     def _send(self, where: str, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Sends a message on the loop, if the attempt is still open: a user thread's call may come late."""
+        """Starts `work`, which sends a message, on the loop. Returns False if the attempt is over: a user thread may
+        call late.
+        """
         if self.activity.closed:
             self._fail_by(self._too_late_error(where, what))
             return False
@@ -641,14 +654,14 @@ class Attempt:
             yield "order", self.task, earlier
 
 
-def _retrieve(call: asyncio.Task[None]) -> None:
+def _retrieve_error(call: asyncio.Task[None]) -> None:
     """Keeps asyncio from logging the error of a call whose caller has ended."""
     if not call.cancelled():
         call.exception()
 
 
-async def _outlast(call: asyncio.Task[None]) -> None:
-    """Waits for a call that was left behind; at the node's end, ends it."""
+async def _wait_for_late_call(call: asyncio.Task[None]) -> None:
+    """Waits for a call that its epoch has left behind; cancels the call if the node ends first."""
     try:
         await asyncio.wait([call])
     except asyncio.CancelledError:

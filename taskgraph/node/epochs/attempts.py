@@ -58,6 +58,7 @@ class Attempts:
     # -- for the primary --------------------------------------------------------------------------
 
     def begin(self, attempt: Attempt) -> None:
+        """Adds an attempt that begins, and wakes those that wait for it."""
         self._attempts[attempt.stamp] = attempt
         self.latest = attempt.stamp
         if self._waiting:
@@ -117,11 +118,11 @@ class Attempts:
 
     # -- for other tasks --------------------------------------------------------------------------
 
-    def item(self, pull: Pull) -> Item | PendingReply | Refusal | None:
+    def answer_pull(self, pull: Pull) -> Item | PendingReply | Refusal | None:
         """Answers a pull: with the item, a pending reply or a refusal; None if the attempt is over."""
         attempt = self._attempts.get(pull.stamp)
         if attempt is not None and attempt.graph is not None:
-            return attempt.out.ask(pull)
+            return attempt.out.answer(pull)
         if self._ended or (attempt is None and self.latest is not None and self.latest >= pull.stamp):
             return None
         reply = PendingReply()
@@ -133,14 +134,14 @@ class Attempts:
         attempt = self._attempts.get(pull.stamp)
         return attempt is None or attempt.graph is None or attempt.out.lacks(pull.tag, pull.sender)
 
-    def items(self, pull: Pull) -> list[Reply | PendingReply | None]:
+    def answer_pulls(self, pull: Pull) -> list[Reply | PendingReply | None]:
         """Answers a pull for several epochs, most of which have not begun."""
         found: list[Reply | PendingReply | None] = []
         (attempt, epoch), parked, latest = pull.stamp, self._parked, self.latest
         for nth in range(pull.count):
             stamp = stamp_of((attempt, epoch + nth))
             if self._ended or (latest is not None and latest >= stamp):
-                found.append(self.item(pull.each(nth)))
+                found.append(self.answer_pull(pull.each(nth)))
                 continue
             reply = PendingReply()
             found.append(reply)
@@ -150,7 +151,7 @@ class Attempts:
                 parked[stamp] = [(pull, reply)]
         return found
 
-    async def at(self, stamp: Stamp) -> Attempt:
+    async def wait_for_attempt(self, stamp: Stamp) -> Attempt:
         """Waits for the attempt at `stamp` to begin, and returns it.
 
         Raises:

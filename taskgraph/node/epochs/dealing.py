@@ -48,19 +48,19 @@ class Dealers:
         self._waiting: list[asyncio.Future[None]] = []
 
     async def answer(self, message: Request) -> dict[str, Any]:
-        """Answers an ask. It waits while there is nothing to do, and pieces are not finished."""
+        """Answers a task's ask for pieces. Waits while no piece is free, and some are not finished."""
         attempt, loop = self._attempt, asyncio.get_running_loop()
         ask = decode(message.value)
         known, task = self._dealers.get(ask["map"]), attempt.replica.user_task
         if isinstance(task, QueueTask) and ask["digest"] != task.digest:
-            return {"refused": _other_pieces(task.name)}
+            return {"refused": _other_pieces_text(task.name)}
         if known is None:
             if self._dealers and isinstance(task, QueueTask):
                 return {"refused": f"map({next(iter(self._dealers))!r}) computes this queue in this epoch already"}
-            known = self._dealers[ask["map"]] = self._dealer(ask), ask["count"], ask["upto"]
+            known = self._dealers[ask["map"]] = self._new_dealer(ask), ask["count"], ask["upto"]
         dealer, count, upto = known
         if (count, upto) != (ask["count"], ask["upto"]):
-            return {"refused": _differs(ask, count, upto)}
+            return {"refused": _differs_text(ask, count, upto)}
         rate, rows = attempt.replica.queue_rates.setdefault(ask["map"], Rate()), dealer.rows
         of = ask["map"], message.sender
         news = len(ask["finished"]) or ask["failed"] or ask["whole"] or ask["late"] or of in self._newest
@@ -84,7 +84,8 @@ class Dealers:
             if self._newest.get(of) is message:
                 del self._newest[of]
 
-    def _dealer(self, ask: dict[str, Any]) -> Dealer:
+    def _new_dealer(self, ask: dict[str, Any]) -> Dealer:
+        """Makes the dealer of the map that an ask names."""
         attempt = self._attempt
         task, job = attempt.replica.user_task, attempt.replica.job
         if isinstance(task, QueueTask):
@@ -94,7 +95,7 @@ class Dealers:
         return Dealer(plan, attempt.term, job.tasks)
 
     def statuses(self, now: float) -> Iterator[QueueStatus]:
-        """Returns how far the maps of this attempt are."""
+        """Yields how far each map of this attempt is."""
         for tag, (dealer, count, _) in self._dealers.items():
             counts, rate = dealer.counts(), self._attempt.replica.queue_rates[tag].at(now)
             left, aside = dealer.ledger.unfinished, sum(one.set_aside for one in counts)
@@ -113,14 +114,14 @@ class Dealers:
         await asyncio.wait([woken], timeout=within_s)
 
 
-def _differs(ask: dict[str, Any], count: int, upto: int | None) -> str:
+def _differs_text(ask: dict[str, Any], count: int, upto: int | None) -> str:
     return (
         f"map({ask['map']!r}) has {ask['count']} pieces and upto={ask['upto']}, but {count} pieces and upto={upto} on "
         f"another task: all tasks give the same pieces and upto"
     )
 
 
-def _other_pieces(queue: str) -> str:
+def _other_pieces_text(queue: str) -> str:
     return (
         f"queue {queue!r} has other pieces on this node than it began with: give all nodes the same source (the same "
         f"files), and leave it as it is until the job has ended, also one that is resumed"
@@ -145,7 +146,7 @@ def queue_statuses(replica: Replica, dealers: Dealers | None, now: float) -> lis
 
 
 async def deal(attempt: DealingAttempt, message: Request) -> Answer:
-    """Answers an ask for pieces."""
+    """Answers a request for pieces by the dealers of an attempt, which it makes at the first request."""
     if attempt.dealers is None:
         attempt.dealers = Dealers(attempt)
     found = await attempt.dealers.answer(message)

@@ -142,6 +142,7 @@ def shared(attributes: Mapping[str, object], state: Iterable[str]) -> list[tuple
 
 
 def _shares(value: Any, other: Any) -> bool:
+    """Returns True if two mutable values are one object, or two arrays may overlap in memory."""
     if issubclass(type(value), _IMMUTABLE):
         return False
     if issubclass(type(value), np.ndarray) and issubclass(type(other), np.ndarray):

@@ -78,7 +78,7 @@ class FinishQueue:
             await asyncio.wait([self._running])
 
     async def end(self) -> None:
-        """Drops the pending epochs, since the attempt is over.
+        """Cancels the work for the oldest epoch, and drops the others, since the attempt is over.
 
         Raises:
             StuckError: a thread does not return.

@@ -114,7 +114,7 @@ class Inbound:
                     reply.add_done_callback(came)
 
     def fetch(self, channels: tuple[Channel, ...]) -> asyncio.Future[None]:
-        """Pulls the items of optional channels; returns a future that is done when all have arrived."""
+        """Begins to pull the items of optional channels; the returned future is done when all have arrived."""
         self._channels += channels
         self.open += len(channels)
         for tag, producer in channels:
@@ -122,13 +122,15 @@ class Inbound:
         return self.wait_for_items(set(channels))
 
     def supply(self, channel: Channel, value: Encoded) -> None:
-        """Takes the item of a local channel; see `Derived`."""
+        """Keeps the value that a processor derived for a local channel; see `Derived`."""
         if not self.over:
             self.taken_bytes += value.size_bytes
             self._keep(channel, value)
 
     def source_of(self, tag: str, producer: int) -> Channel:
-        """Returns the channel that an item is waited for from: of a local channel, its source."""
+        """Returns the channel whose item has to arrive first: the source of a local channel, or else the channel
+        itself.
+        """
         assert self._graph is not None
         found = (source for source, (derived, _) in self._graph.derived.items() if derived.tag == tag)
         return next(found, (tag, producer)) if producer == self._task else (tag, producer)
@@ -206,6 +208,7 @@ class Inbound:
         self._take(tag, producer, reply)
 
     def _describe_pull(self, tag: str, producer: int) -> str:
+        """Names the processor that takes an item."""
         assert self._graph is not None
         return next(repr(p.name) for p in self._graph.processors if producer in p.inbound.get(tag, ()))
 
@@ -216,6 +219,9 @@ class Inbound:
         return ". All tasks declare the same collectives, with the same arguments, in the same order"
 
     def _take(self, tag: str, producer: int, reply: Reply) -> None:
+        """Counts an item that arrived in the ledger, keeps it, and begins to derive the local channel that has it as
+        its source.
+        """
         assert type(reply) is Item
         value, channel, task = reply.value, (tag, producer), self._task
         if value.buffers and type(value) is EncodedOnDevice and self._primary.replica.device is None:

@@ -50,7 +50,7 @@ class Items:
         """True if the channel's item has not been put."""
         return (tag, consumer) in self._awaited
 
-    def ask(self, pull: Pull) -> Item | PendingReply | Refusal:
+    def answer(self, pull: Pull) -> Item | PendingReply | Refusal:
         """Answers a pull: with the item, a pending reply, or a refusal if no such channel leads to the sender."""
         value = self._items.get((pull.tag, pull.sender))
         if value is not None:
@@ -60,7 +60,7 @@ class Items:
         return reply if refusal is None else refusal
 
     def promise(self, pull: Pull, reply: PendingReply) -> Refusal | None:
-        """Settles `reply` later, when the item is put. Returns a refusal if the item will never be put."""
+        """Settles `reply` as soon as the item is put, perhaps now. Returns a refusal if it never will be."""
         channel, awaited = (pull.tag, pull.sender), self._awaited
         if channel in awaited:
             if (waiting := awaited[channel]) is None:

@@ -151,7 +151,9 @@ class Lanes:
         self.awaiting_acks = FinishQueue(self._await_acks, not_done)
 
     def settle(self, epoch: int) -> None:
-        """Sets the committed epoch, after the primary has done all that follows from its commit."""
+        """Notes that an epoch has committed, and that the primary has done all that follows; lanes may begin epochs
+        now.
+        """
         self.settled = epoch
         if epoch > self._share.until:
             self._share.begin_period(self._turns.at)
@@ -191,7 +193,7 @@ class Lanes:
             raise _first_error(errors) from None
 
     async def _lane(self, stamp: Stamp) -> None:
-        """Works on the epoch of `stamp`, then on the next one of this lane.
+        """Works on the epoch of `stamp`, then on this lane's next ones, until an epoch fails or the attempt is over.
 
         All asyncio tasks of an attempt belong to one group; an error in one cancels the others.
         """
@@ -292,7 +294,9 @@ class Lanes:
     # -- one epoch --------------------------------------------------------------------------------
 
     async def _after_commit(self, stamp: Stamp) -> None:
-        """Hands over, or writes a checkpoint, before the first epoch after a commit."""
+        """Before the first epoch after a commit: hands the task over if that is wished, and begins a checkpoint if one
+        is due.
+        """
         await self._primary.hand_over_if_wished(stamp)
         if self._task != 0 and self._checkpoints:
             await self._checkpoint(stamp, self._replica.previous)
@@ -361,7 +365,7 @@ class Lanes:
             await self.incomplete.wait_until_empty()
         return goes_on
 
-    def share(self) -> None:
+    def adapt_share(self) -> None:
         """Adapts the share of memory to the number of primaries on the node.
 
         Lanes that wait for room check it after the next commit, not now: the attempt may be over.
@@ -486,7 +490,7 @@ class Lanes:
             ahead,
             self._digests(finished) if finished.snapshot.digest else b"",
         )
-        primary.reporter.set(report)
+        primary.reporter.send_or_gather(report)
         if reported.waiting:
             reported.end_turn(epoch)
         else:
@@ -495,7 +499,7 @@ class Lanes:
         return ahead
 
     def _digests(self, finished: FinishedEpoch) -> bytes:
-        """Returns the digest of the shared state after an epoch; in epoch 0 after that of boundary 0."""
+        """Returns the digest of the shared state after an epoch; in epoch 0, boundary 0's digest and this one."""
         before = self._replica.boundaries.committed if finished.attempt.number == 0 else None
         return (shared_digest(before) if before is not None else b"") + finished.snapshot.digest
 
@@ -505,7 +509,7 @@ class Lanes:
         if len(waiting) < 2 or waiting[0] is not finished:
             return False
         attempt, epoch = waiting[1].following
-        return self._primary.backups.acknowledged((epoch, attempt, self._term))
+        return self._primary.backups.is_acknowledged((epoch, attempt, self._term))
 
     async def _checkpoint(self, stamp: Stamp, previous: Mapping[str, float]) -> None:
         """Begins to write the committed boundary, if a checkpoint is due. The boundary of task 0 has all reports.

@@ -78,7 +78,9 @@ class Mailbox:
     def request(
         self, where: str, to: int, method: str, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> Coroutine[Any, Any, None]:
-        """Delivers a request, and resolves `future` with its reply; `end` resolves it with an error."""
+        """Registers a request, and returns the coroutine that sends it and resolves `future`; `end` resolves it with an
+        error.
+        """
         kind = (where, to, method)
         count = self._counts[kind] = self._counts.get(kind, 0) + 1  # the same in every attempt
         self._awaited[future] = kind
@@ -87,6 +89,7 @@ class Mailbox:
     async def _send_request(
         self, where: str, to: int, method: str, count: int, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> None:
+        """Sends a request until its reply comes, counts both in the ledger, and resolves `future`."""
         attempt = self._attempt
         replied = None
         if attempt.recording is not None:
@@ -115,6 +118,7 @@ class Mailbox:
                 future.set_exception(attempt.end_error())
 
     async def _call(self, to: int, message: Callable[[], Flag | Request], what: str, where: str) -> Answer | Accepted:
+        """Calls a task's primary; turns a refusal into a GraphError that names the code that sent the message."""
         attempt = self._attempt
         # Only a replaced primary can get DONE or CONFLICT.
         lost = f"{what} from task {attempt.task} to task {to} was refused"
@@ -141,6 +145,7 @@ class Mailbox:
         return Accepted(attempt.term)
 
     async def _run_flag(self, message: Flag) -> None:
+        """Calls `on_flag` for a flag that arrived."""
         attempt = self._attempt
         task = attempt.replica.user_task
         meta = await attempt.replica.arrived(message.value)
@@ -167,6 +172,9 @@ class Mailbox:
         return await asyncio.shield(answer(message, handler.method_name))
 
     def _answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
+        """Returns the asyncio task that runs a handler with effects for a request: the same one for each copy of the
+        request.
+        """
         attempt = self._attempt
         key = (message.sender, message.method, message.number)
         known = self._answers.get(key)
@@ -194,6 +202,9 @@ class Mailbox:
         return answer
 
     async def _run_request(self, message: Request, method_name: str, *, pure: bool) -> Answer:
+        """Calls the handler of a request; returns its encoded reply, and counts that in the ledger unless the handler
+        is pure.
+        """
         attempt = self._attempt
         replica = attempt.replica
         payload = await replica.arrived(message.value)

@@ -41,7 +41,7 @@ class Pulls:
         self._attempt = -1
         self._latest: dict[Channel, int] = {}  # channel -> the last epoch that pulled it
         self.large: dict[Channel, int] = {}
-        """Channel -> bytes of its last item, if that was large. While this is empty, `came` may skip small items."""
+        """Channel -> bytes of its last item, if large. While this is empty, `item_arrived` may skip small items."""
         self._early: dict[Channel, dict[int, asyncio.Future[Reply]]] = {}  # pulled in advance
         self._forgot_at = -1  # the epoch of the last `_forget_old`
 
@@ -103,6 +103,7 @@ class Pulls:
             del self.large[channel]
 
     def _forget(self, channel: Channel) -> None:
+        """Cancels the pulls of a channel that were made in advance."""
         for reply in self._early.pop(channel).values():
             reply.cancel()
 

@@ -62,6 +62,7 @@ class PureWatch:
             self._changed = changed_names(before, self._content())
 
     def _content(self) -> Digests:
+        """Returns digests of the attributes of `epoch.scratch`, by name."""
         return {name: _content_of(value) for name, value in vars(self._scratch).copy().items()}
 
     def check(self, what: str) -> None:
@@ -79,6 +80,7 @@ class PureWatch:
 
 
 def _content_of(value: object) -> bytes:
+    """Returns bytes that tell whether a value has changed: its digest, its pickle, or else its identity."""
     if (found := digest(value)) is not None:
         return found
     try:

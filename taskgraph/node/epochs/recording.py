@@ -193,7 +193,7 @@ class Recording:
         """Checks the state after a step: only a sync point may change it.
 
         Args:
-            looked: True if the function that `watch` returned was called.
+            looked: True if the function that `checked_close` returned was called.
 
         Raises:
             StateError: a step that is no sync point changed the state, or a step wrote to memory that other tasks read.
@@ -239,7 +239,7 @@ class Recording:
         self._filled |= dict.fromkeys(outputs.filled, name)
         outputs.close()
 
-    def watch(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
+    def checked_close(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
         """Returns a function to be called when a processor has returned: it calls `close` and checks shared items.
 
         The first check after a write names the processor that wrote.
@@ -254,6 +254,7 @@ class Recording:
         return run
 
     def _find_written_item(self) -> None:
+        """Notes the first shared item whose memory was written to."""
         for item in self._shared_items:
             if self._written_item is None and not device_buffers_intact(item.value):
                 self._written_item = item
@@ -271,6 +272,7 @@ class Recording:
             )
 
     def _check_filled(self, where: str) -> None:
+        """Raises StateError if an array of `outs.empty` was written to after it was put."""
         for channel, processor in self._filled.items():
             value = self.puts.get(channel)
             if value is not None and value.buffers and not verify(value):

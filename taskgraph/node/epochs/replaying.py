@@ -105,6 +105,7 @@ async def replay(fresh: Replica, recording: Recording, after: Digests) -> Replay
 
 
 def _reports(work: Recording | Replay) -> dict[str, float]:
+    """Returns what a task reported, under the names that errors show."""
     reports = {f"reported {name!r}": number for name, number in work.numbers.items()}
     return reports | {"epoch.finish()": 1.0} if work.finishing else reports
 
@@ -117,6 +118,7 @@ def differing_reports(recording: Recording, replayed: ReplayResult) -> dict[str,
 
 
 async def _run(fresh: Replica, recording: Recording, *, first_try: bool = False) -> Replay:
+    """Runs the steps of a recorded epoch on `fresh`; with `first_try` those before its first sync point."""
     work = Replay(fresh, recording)
     processors = await work.compose()
     for step in recording.steps:
@@ -126,7 +128,7 @@ async def _run(fresh: Replica, recording: Recording, *, first_try: bool = False)
             await _run_to_end(work, step, processors)
         else:  # a node's clock is real: the step takes as long as when it was recorded
             await work.run(step, processors)
-    await work.until_released()
+    await work.wait_until_released()
     return work
 
 
@@ -198,7 +200,7 @@ class Replay:
         inputs = Inputs(self, processor, self._recording.items)
         outputs = Outputs(self, processor, inputs)
         if processor.sync:
-            await self.until_released()
+            await self.wait_until_released()
         epoch, alone = Epoch(self, step.where, sync=processor.sync), not processor.parallel
         await fresh.actor.call(step.where, processor.compute, epoch, inputs, outputs, alone=alone)
         await fresh.actor.call(step.where, outputs.close)
@@ -339,7 +341,7 @@ class Replay:
 
         return release
 
-    async def until_released(self) -> None:
+    async def wait_until_released(self) -> None:
         """Waits until user code has released its holds, `cancel_s` at most: a replay that differs may keep one."""
         held = [asyncio.wrap_future(released) for released in self._holds]
         until = time.monotonic() + _THREADS_S

@@ -34,7 +34,8 @@ class Sharing:
         self.epochs = max(_LEAST, min(_MOST, AHEAD_BYTES // max(1, self._sum)))
 
     def share(self, largest: int) -> int:
-        """Returns how many bytes the uncommitted epochs of one task may take: an even share, or `epochs` epochs.
+        """Returns how many bytes the uncommitted epochs of one task may take: an even share, or `epochs` epochs if that
+        is more.
 
         Args:
             largest: bytes of the task's largest epoch.

@@ -53,6 +53,7 @@ async def check_stateless(recording: Recording, fresh: Replica) -> None:
 async def _check_step(
     recording: Recording, fresh: Replica, work: Replay, step: Step, processors: dict[str, Processor]
 ) -> None:
+    """Runs a marked method on `fresh`; raises StateError if it puts or leaves something else than in the epoch."""
     before = await read_values(fresh, partial(side_effects_of, work))
     await _check_object_unchanged(recording, fresh, step.where, work.run(step, processors))
     for (tag, to), digest in work.digests.items():
@@ -69,6 +70,7 @@ async def _check_step(
 async def _check_object_unchanged(
     recording: Recording, fresh: Replica, where: str, call: Coroutine[Any, Any, None]
 ) -> None:
+    """Awaits a call of a marked method; raises StateError if it fails, or changes an attribute of the object."""
     before = await attributes_of(fresh)
     try:
         await call

@@ -115,6 +115,7 @@ class StrictMode:
             )
 
     async def _check_replay(self, recording: Recording, boundary: Boundary, after: Digests) -> None:
+        """Replays the epoch, one of the first also as after a restart; raises StateError if the replay differs."""
         first_try = recording.stamp.epoch < _RESTARTED_EPOCHS
         async with self._fresh() as fresh:
             if fresh.shape.in_flight:
@@ -128,10 +129,10 @@ class StrictMode:
             if replayed.differing:
                 await self._check_result_of_replay(recording, boundary, after, fresh, replayed)
                 return
-        here = f" (here: {_names(restarted.left)})" if restarted.left else ", or the task is not deterministic"
+        here = f" (here: {_join_first(restarted.left)})" if restarted.left else ", or the task is not deterministic"
         raise _error(
             recording,
-            f"a restart of the epoch comes out differently ({_names(restarted.differing)}): the first try left "
+            f"a restart of the epoch comes out differently ({_join_first(restarted.differing)}): the first try left "
             f"something in an attribute{here}; keep what belongs to one try in epoch.scratch, or reset it in restore()",
         )
 
@@ -161,7 +162,7 @@ class StrictMode:
                 f"add what the task remembers to `state=[...]`, and draw random numbers from epoch.rng"
             )
         raise _error(
-            recording, f"replayed from its snapshot, the epoch came out differently ({_names(differing)}): {why}"
+            recording, f"replayed from its snapshot, the epoch came out differently ({_join_first(differing)}): {why}"
         )
 
     async def _find_lost_by_restore(self, boundary: Boundary) -> str:
@@ -232,7 +233,7 @@ class StrictMode:
         for name in of_class:
             if f"state {name!r}" in differing:
                 why = f"self.{name} is an attribute of the class, which all its objects share; make it in setup()"
-        text = f"without a restore after setup(), the epoch comes out differently ({_names(differing)}): {why}"
+        text = f"without a restore after setup(), the epoch comes out differently ({_join_first(differing)}): {why}"
         return _error(recording, text)
 
     # -- the result -------------------------------------------------------------------------------
@@ -272,12 +273,12 @@ def _error(recording: Recording, text: str) -> StateError:
     return StateError(f"task {recording.replica.task}, epoch {recording.stamp.epoch}: {text}")
 
 
-def _names(names: list[str]) -> str:
+def _join_first(names: list[str]) -> str:
     return ", ".join(names[:_NAMES])
 
 
 def _pairs(pairs: list[tuple[str, str]]) -> str:
-    return _names([f"self.{one} and self.{other}" for one, other in pairs])
+    return _join_first([f"self.{one} and self.{other}" for one, other in pairs])
 
 
 def _are_equal(one: Encoded | None, other: Encoded | None) -> bool:
@@ -305,16 +306,18 @@ def _find_shared_memory(replica: Replica, after: Digests, replayed: ReplayResult
 
 
 async def _hint(replica: Replica, suspects: list[str], state: Digests) -> str:
-    """Returns text about the attributes that may be the forgotten state."""
+    """Returns text about the attributes that may be the forgotten state; "" if there are none."""
     if suspects:
         return f"; attributes that differ and are not in the snapshot: {', '.join(suspects)}"
     if unknown := incomparable_attributes(replica, {*state, *await attributes_of(replica)}):
-        return f"; it may be an attribute that is not in the snapshot and cannot travel: {_names(unknown)}"
+        return f"; it may be an attribute that is not in the snapshot and cannot travel: {_join_first(unknown)}"
     return ""
 
 
 async def _explain_encoding(replica: Replica, fresh: Replica, differing: list[str]) -> str:
-    """Returns text if only the encoding of the state differs, and its values are equal, as far as pickle can tell."""
+    """Returns text if only the encoding of the state differs, and its values are equal, as far as pickle can tell; else
+    "".
+    """
 
     def values_of(task: Task) -> dict[str, object]:
         return {f"state {name!r}": value for name, value in named_fields(task.snapshot()).items()}

@@ -27,7 +27,7 @@ class Turns:
             await event.wait()
 
     def end_turn(self, epoch: int) -> None:
-        """Ends the turn of `epoch`."""
+        """Ends the turn of `epoch`, and wakes the next epoch."""
         assert epoch == self.at, f"epoch {epoch} passed at the turn of {self.at}"
         self.at = epoch + 1
         if self.waiting and (event := self.waiting.pop(self.at, None)) is not None:

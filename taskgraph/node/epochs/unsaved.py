@@ -124,6 +124,7 @@ class UnsavedStateCheck:
             )
 
     def _give_up(self, error: Exception) -> None:
+        """Ends the checks after an unexpected error, and logs it once on the node."""
         self._epochs_left, self._before, self._state_left = 0, {}, 0
         kind = class_name(type(self._replica.user_task))
         text = f"{kind} is no longer checked for changes that no snapshot has: {error_text(error)}"
@@ -132,6 +133,7 @@ class UnsavedStateCheck:
             self._node.log.warning("task %d: %s", self._replica.task, text)
 
     def _emit_outside_writes(self) -> None:
+        """Emits events about globals that the task's class writes, once for each class on the node."""
         kind, seen = type(self._replica.user_task), self._node.emitted_unsaved
         if (checked := f"class {id(kind)}") in seen:
             return
@@ -254,6 +256,7 @@ def _capture(task: Any, *, state: bool = False) -> dict[str, _Check]:
 
 
 def _changed_names(seen: dict[str, _Check], task: object) -> list[str]:
+    """Returns the names of the captured attributes that have another value now, or are gone."""
     now, gone = _attributes(task), object()
     return [name for name, same in seen.items() if not same(now.get(name, gone))]
 
@@ -279,6 +282,7 @@ def _array_ends(value: object) -> bytes:
 
 
 def _same_value(value: Any, ends: bytes) -> _Check:
+    """Returns a check whether a later value is the same: by value if this one is small, or else by identity."""
     kind = type(value)
     if any(kind is plain for plain in _PLAIN) and sys.getsizeof(value) <= _SMALL_BYTES:
         return lambda now: type(now) is kind and (now is value or now == value)  # a NaN is not equal to itself

@@ -85,4 +85,5 @@ def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:
 
 
 def _without_features(computes: tuple[str, ...]) -> tuple[str, ...]:
+    """Leaves the features of the processor out of a description of `arithmetic`."""
     return (*computes[:2], *[processor.partition(" (")[0] for processor in computes[2:3]], *computes[3:])

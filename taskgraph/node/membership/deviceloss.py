@@ -69,7 +69,9 @@ class DeviceLoss:
         return (cause, by, stamp.epoch) if at is not None and at.attempt == stamp.attempt else (error, task, epoch)
 
     def why_fail(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
-        """Returns text to add to the job's failure. None: the job does not fail, and this node ends instead."""
+        """Returns text to add to the job's failure. None: the job does not fail, since this node begins to end
+        instead.
+        """
         found = cuda_error(error)
         if found is None or not self._node.own_process:
             return ""
@@ -83,6 +85,7 @@ class DeviceLoss:
         return None
 
     def _outcome(self, task: int, epoch: int) -> Outcome:
+        """Decides by the view whether a device error fails the job, and what this node waits for before it ends."""
         node = self._node
         return outcome(
             node.keeper.view,
@@ -96,6 +99,9 @@ class DeviceLoss:
         )
 
     async def _leave(self, error: UserCodeError | TaskGraphError, found: BaseException, task: int, epoch: int) -> None:
+        """Waits until other nodes have the state that is here, declares this node gone and ends it; or fails
+        the job.
+        """
         node = self._node
         where = f" in {error.where!r}" if isinstance(error, UserCodeError) else ""
         said = f"{type(found).__name__}: {found}"[:_LONG] + hint(found)

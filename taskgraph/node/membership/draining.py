@@ -16,7 +16,7 @@ __all__ = ["Draining"]
 
 
 class Draining:
-    """Decides if a draining node may leave.
+    """Drains one node: announces that it leaves, and decides when it may.
 
     Args:
         empty: True if the node has no primary, and is not stepping down from a term.
@@ -54,6 +54,7 @@ class Draining:
         self._node.own(self._deadline(), "drain deadline")
 
     async def _deadline(self) -> None:
+        """Lets the node leave once `drain_s` has passed, with an event about the tasks that it still has."""
         node = self._node
         await asyncio.sleep(node.settings.drain_s)
         if node.running and node.keeper.view.has_work and (text := self._remaining_tasks()):

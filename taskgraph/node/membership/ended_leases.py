@@ -72,6 +72,7 @@ class EndedLeases:
                     self._queries[name] = _LeaseQuery(view.nodes[name].record.lease, self._node.settings.lease_ttl_s)
 
     def _is_current(self, name: str, asked: _LeaseQuery) -> bool:
+        """Returns True if a node's key still has the lease that was asked about."""
         known = self._node.keeper.view.nodes.get(name)
         return known is not None and known.record.lease == asked.lease
 
@@ -86,6 +87,7 @@ class EndedLeases:
         return list(found)
 
     async def _ask(self, name: str, asked: _LeaseQuery) -> None:
+        """Asks etcd how long a node's lease still lasts; calls `changed` if the lease has ended, or is alive again."""
         coordinator, before = self._node.coordinator, asked.end.ended
         sent_at = coordinator.now()
         try:

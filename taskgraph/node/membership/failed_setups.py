@@ -33,7 +33,9 @@ class FailedSetUps:
         self._error: SetUpFailed | None = None
 
     def ends_node(self, error: UserCodeError | TaskGraphError, task: int) -> bool:
-        """Decides whether this node ends instead of the job. Of several failed set-ups the first is reported."""
+        """Decides whether this node ends for a failed set-up, in place of the job; if so, begins to end it, with the
+        first error.
+        """
         if self._error is not None:
             return True
         node = self._node

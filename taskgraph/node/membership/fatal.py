@@ -41,13 +41,14 @@ class FatalCode:
         return True
 
     async def _fail(self, found: Fatal) -> None:
+        """Fails the job in etcd; calls `changed` afterwards, also if etcd refused."""
         node, view = self._node, self._node.keeper.view
         names = {name_of(each): record for each, record in found.deaths.items()}
         writer = node.writer()
         status = fatal_record(found, names, node.settings.fatal_deaths, writer)
         # Only while that epoch is not committed: a commit means that the code went through.
         fences = () if view.epoch is None else (Compare(view.keys.epoch, view.epoch.mod_revision),)
-        if view.has_work and not await node.write_failed(transactions.fail(view, status, fences), status):
+        if view.has_work and not await node.write_failure(transactions.fail(view, status, fences), status):
             await node.keeper.refresh()
         self._failing = None
         self._changed()

@@ -26,7 +26,7 @@ class Notices:
         self._terms_seen: dict[int, tuple[int, bool]] = {}
         self._emitted_unreachable: set[str] = set()
 
-    def look(self) -> None:
+    def notify_of_neighbors(self) -> None:
         """Sends NeighborFailed and NeighborRestarted to the primaries here."""
         view = self._node.keeper.view
         seen = {task: (p.record.term, p.record.node in self._node.suspects) for task, p in view.primaries.items()}

@@ -147,7 +147,7 @@ class Registration:
             renewed = {other: renewed.get(other, now) for other in found if renews[other]}
             for other, since in renewed.items():
                 if tried_at - since > enough_s:
-                    raise self._refusal(found[other])
+                    raise self._refused_error(found[other])
 
     async def _renews(self, other: str) -> bool:
         """True if at least half of a node's TTL is left."""
@@ -196,12 +196,15 @@ class Registration:
         To be called again once registered: of two nodes that register at once, the later one sees the other.
         """
         for why in self._why_refused().values():
-            raise self._refusal(why)
+            raise self._refused_error(why)
 
-    def _refusal(self, why: str) -> JobError:
+    def _refused_error(self, why: str) -> JobError:
         return JobError(f"this node cannot take part in job {self._node.spec.name!r}: {why}")
 
     def _why_refused(self) -> dict[str, str]:
+        """Returns {node: reason} of members that registered earlier and, by the addresses, cannot be connected with
+        this node.
+        """
         before = self._earlier_members().items()
         return {other: why for other, record in before if (why := refusal_reason(self._record, record))}
 
@@ -277,6 +280,7 @@ class Registration:
         return self._why_unrenewed(lease) or self._why_key_differs()
 
     def _why_unrenewed(self, lease: Lease) -> str:
+        """Returns why the lease was not renewed in time; "" if it was."""
         if not self._is_unrenewed(lease):
             return ""
         return f"the lease could not be renewed in time{f' ({lease.trouble()})' if lease.trouble() else ''}"
@@ -302,7 +306,9 @@ class Registration:
         return lease.lost() or self._node.coordinator.now() > lease.valid_until() - lease.ttl_s / 3
 
     async def _resume(self, lease: Lease) -> None:
-        """Puts the key back, in a transaction that also proves that this node's primaries are unchanged."""
+        """Tries to renew the lease and put the key back, in a transaction that proves this node's primaries unchanged;
+        then unpauses.
+        """
         node = self._node
         try:
             if lease.lost() or node.coordinator.now() > lease.valid_until():
@@ -363,7 +369,7 @@ class Registration:
                 timer.cancel()
 
     async def announce(self) -> None:
-        """Writes to the key that this node drains."""
+        """Writes to the key that this node drains, with retries."""
         while True:
             await self._node.wait_while_paused()
             view, record = self._node.keeper.view, self._make_record()
@@ -381,7 +387,7 @@ class Registration:
             await self._node.short_pause()
 
     async def leave(self) -> None:
-        """Ends the lease; the key goes with it."""
+        """Declares this node gone, and revokes its lease; etcd deletes the key with the lease."""
         if self._lease is None:
             return
         node = self._node

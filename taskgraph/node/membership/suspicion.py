@@ -82,6 +82,7 @@ class Suspicion:
             self._changed()
 
     def _lease_changed(self, node: str, lease: int, ended: bool) -> None:
+        """Notes that another node's lease has ended, which suspects the node, or that it is alive after all."""
         self.detector.lease_changed(node, lease, ended)
         if ended:
             text = f"{name_of(node)} does not answer: its lease ended (the node is frozen or cut off)"
@@ -101,6 +102,7 @@ class Suspicion:
             self._node.own(self._probe_if_registered(node), f"doubt {node}")
 
     async def _probe_if_registered(self, node: str) -> None:
+        """Starts a probe after a moment, if the node is still registered and no evidence has come meanwhile."""
         try:
             await asyncio.sleep(_DOUBT_S)
             if self.detector.refusal(node) is None:
@@ -116,11 +118,13 @@ class Suspicion:
             self._probe_soon(node)
 
     def _probe_soon(self, node: str) -> None:
+        """Starts a probe of a node, unless one is under way."""
         if node not in self._probing:
             self._probing.add(node)
             self._node.own(self._probe(node), f"probe {node}")
 
     async def _probe(self, node: str) -> None:
+        """Probes a node a few times, until it answers or its port refuses, and notes which."""
         try:
             for _ in range(_PROBES):
                 peer = self._node.router.peer(node)
@@ -152,6 +156,7 @@ class Suspicion:
         self._grace = self._node.own(self._wait_for_others(), "others come back")
 
     async def _wait_for_others(self) -> None:
+        """After a pause of this node, suspects no absent node until it has had time to come back."""
         await asyncio.sleep(_GRACE * self._node.settings.lease_ttl_s)
         self._grace = None
         self.detector.resume()
@@ -201,6 +206,7 @@ class Suspicion:
                 self._node.events.emit("lost", f"{name} died: {record.reason}", fields={"lost": node})
 
     def _note_alive(self, node: str, why: str, *, trusted: bool) -> None:
+        """Notes proof that a node lives; if it was suspected for its port, emits an event and ends the suspicion."""
         if self.detector.proved_alive(node, trusted=trusted):
             text = f"{name_of(node)} is there, though its port refused: {why}"
             self._node.events.emit("found", text, fields={"found": node})

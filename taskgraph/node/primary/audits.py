@@ -85,6 +85,7 @@ class Findings:
 
 
 def _sums(page: Iterable[LedgerEntry]) -> tuple[bytes, bytes]:
+    """Returns the two sums of a ledger, encoded: of what the task sent, and of what it received."""
     sides: dict[bool, list[int]] = {True: [], False: []}
     for e in page:
         sides[e.sent].append(identity(e.kind, e.sender, e.receiver, e.name, e.digest))
@@ -96,7 +97,9 @@ def _reported_sums(report: Report) -> tuple[bytes, bytes]:
 
 
 async def audit(node: NodeCore, stamp: Stamp, reports: Mapping[int, Report]) -> Findings:
-    """Asks all tasks for their ledgers, at once. A task that does not answer in its reported term is `unanswered`."""
+    """Asks all tasks for their ledgers, at once, and returns what these show. A task that does not answer in its
+    reported term is `unanswered`.
+    """
     pages: dict[int, tuple[LedgerEntry, ...]] = {}
 
     async def ask(task: int) -> None:

@@ -67,7 +67,7 @@ class Backups:
         self._invitations = 0
         self._group: asyncio.TaskGroup | None = None
         self._waits: list[asyncio.Future[None]] = []  # waits for the next change of the set
-        self._look_scheduled = False
+        self._follow_scheduled = False
         self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that are waited for -> what is lacking
         self.unsent = UnsentOffers(node, self._offer_at_once)
         """Pending boundaries that were not offered yet."""
@@ -102,12 +102,12 @@ class Backups:
                 del self._boundaries[key]
         self._boundaries[boundary.key] = boundary
         self._insync.keep_from(epoch)
-        self.unsent.committed(goes_on=goes_on)
+        self.unsent.note_commit(goes_on=goes_on)
         if not self._insync.add(boundary.key):
             return  # no other nodes
         self._withdraw_history()
         if not self._insync.all_members(len(self._idle_peers())):
-            self._look_soon()
+            self._follow_soon()
 
     def roll_back(self, boundary: Boundary) -> None:
         """Sets the committed boundary after the job went back to a checkpoint, and drops all others."""
@@ -150,10 +150,10 @@ class Backups:
             offered = self._insync.all_members(len(idle)) and all(self._offer_now(each, boundaries) for each in idle)
         finally:
             if not offered:
-                self._look_soon()  # the managers offer them then, also after an error
+                self._follow_soon()  # the managers offer them then, also after an error
 
     def _offer_now(self, peer: PeerReplica, boundaries: list[Boundary]) -> bool:
-        """Offers a member pending boundaries, as far as that needs no waiting."""
+        """Offers pending boundaries to a member. Returns False if the message could not be sent at once."""
         message = self._changes_of(boundaries, peer) or message_of(boundaries, self._task, self._term, peer.invitation)
         began = self._node.tracing.on and clock()
         reply = self._node.router.begin_at(peer.node, message)
@@ -190,7 +190,7 @@ class Backups:
         for boundary in answered:
             del offered[boundary.key]
         if reply.cancelled() or reply.exception() is not None or type(reply.result()) is not Accepted:
-            self._look_soon()
+            self._follow_soon()
             return
         self._insync.acknowledge(peer.node, *[boundary.key for boundary in answered])
         peer.refused = ""
@@ -199,7 +199,7 @@ class Backups:
         if self._insync.only_members:
             self._wake_waits()
         else:
-            self._look_soon()
+            self._follow_soon()
 
     def _withdraw_history(self) -> None:
         """Withdraws offers of boundaries that are no longer needed."""
@@ -210,7 +210,7 @@ class Backups:
                 for reply in [reply for reply in dict.fromkeys(offered.values()) if reply not in awaited]:
                     reply.cancel()
 
-    def acknowledged(self, key: Key) -> bool:
+    def is_acknowledged(self, key: Key) -> bool:
         """True if a boundary has all acknowledgements that it needs."""
         return not self._insync.waits_for(key)
 
@@ -311,15 +311,15 @@ class Backups:
                 for peer in self._peers.values():
                     peer.withdraw()
 
-    def _look_soon(self) -> None:
+    def _follow_soon(self) -> None:
         """Calls `_follow_changes` after this step of the event loop, for a change that the view does not show."""
         self._wake_waits()
-        if self._group is not None and not self._look_scheduled:
-            self._look_scheduled = True
+        if self._group is not None and not self._follow_scheduled:
+            self._follow_scheduled = True
             asyncio.get_running_loop().call_soon(self._follow_now)
 
     def _follow_now(self) -> None:
-        self._look_scheduled = False
+        self._follow_scheduled = False
         self._follow_changes()
 
     def _wished(self) -> list[str]:
@@ -362,7 +362,7 @@ class Backups:
                 self._deleting.add(node)
                 self._group.create_task(self._delete_evicted_key(node), name=f"tidy {self._task} on {node}")
 
-    def _unwanted(self, node: str) -> bool:
+    def _is_unwanted(self, node: str) -> bool:
         """True for a suspected node, and for a node that is not wished, once all wished nodes are living members.
 
         A candidate is unwanted as soon as there are enough members: wishes change while replicas are set up, and
@@ -397,18 +397,21 @@ class Backups:
     def _on_peer_released(self, peer: PeerReplica, _: object) -> None:
         """Forgets a node that was released. If it was invited again meanwhile, it gets a new manager."""
         del self._peers[peer.node]
-        self._look_soon()
+        self._follow_soon()
 
     async def _keep_in_sync(self, peer: PeerReplica, backoff: Backoff) -> None:
+        """Offers boundaries to a node and admits it, until it is unwanted; then drops the candidate, or evicts the
+        member.
+        """
         node = peer.node
         while (place := self._insync.place(node)) is not None:
-            if self._unwanted(node):
+            if self._is_unwanted(node):
                 if place is Place.CANDIDATE:
                     self._insync.drop_candidate(node)
                     self._wake_waits()
                     return
                 await self._node.wait_while_paused()
-                if self._unwanted(node):  # it may be wanted again after a pause
+                if self._is_unwanted(node):  # it may be wanted again after a pause
                     await self._evict(peer, backoff)
                 continue
             missing = self._next_to_offer(peer)
@@ -437,7 +440,7 @@ class Backups:
 
     def _wait_until_needed(self, peer: PeerReplica, something: Callable[[], bool]) -> asyncio.Future[None]:
         """Returns a future that is done when `something` is true or the node is unwanted; cancel it after use."""
-        return peer.wait_until(lambda: something() or self._unwanted(peer.node))
+        return peer.wait_until(lambda: something() or self._is_unwanted(peer.node))
 
     async def _offer(self, peer: PeerReplica, key: Key, backoff: Backoff, *, candidate: bool) -> None:
         """Offers one boundary to a node, once. The manager retries until the node has it or is known to be dead.
@@ -472,7 +475,7 @@ class Backups:
                     if began:
                         self._trace_offer(began, node, [boundary])
                     backoff.reset()
-                    self._look_soon()
+                    self._follow_soon()
         except Refused as refused:
             if refused.reason in (Reason.USER_ERROR, Reason.DONE):
                 self._node.log.info("task %d: node %s refuses boundary %d: %s", self._task, node, key[0], refused)
@@ -517,7 +520,7 @@ class Backups:
         self._insync.admitting(node)
         revision = await self._node.transact(txn, key=view.keys.member(self._task, node), writer=writer)
         self._insync.admitted(node, revision is not None)
-        self._look_soon()
+        self._follow_soon()
         begins = self._committed_epoch == 0  # one event for the job, not two for each task
         what = f"{name_of(node)} has a backup now"
         await self._after_write(revision, backoff, "admitted", node, what, transient=begins)
@@ -556,7 +559,7 @@ class Backups:
         self._insync.evicted(peer.node, written)
         if written:
             peer.withdraw()
-        self._look_soon()
+        self._follow_soon()
 
     async def _after_write(
         self, revision: int | None, backoff: Backoff, kind: str, node: str, what: str, *, transient: bool
@@ -593,6 +596,6 @@ class Backups:
                     node_revision=self._node.node_revision,
                     member=node,
                 )
-                await self._node.writes.attempt(txn)
+                await self._node.writes.try_once(txn)
         finally:
             self._deleting.discard(node)

@@ -62,6 +62,7 @@ class CheckpointReader:
         return node.rpartition("-")[2]
 
     async def call(self, function: Callable[[], R]) -> R:
+        """Calls a function that may block in a thread, and returns its result."""
         return await self._threads.run(function)
 
     def name_of(self, boundary: Stamp) -> Name:
@@ -70,7 +71,9 @@ class CheckpointReader:
         return Name(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
 
     async def newest_usable(self, pointer: CheckpointRecord) -> NewestCheckpoint:
-        """Finds the newest checkpoint, not newer than the pointer's, of which every file can be read."""
+        """Returns the newest checkpoint, not newer than the pointer's, of which every file can be read, and why newer
+        ones were refused.
+        """
 
         def look() -> NewestCheckpoint:
             found = self.store.newest((pointer.name, *pointer.before))

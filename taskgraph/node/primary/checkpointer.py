@@ -184,6 +184,7 @@ class Checkpointer:
                 self._count_given_up(stamp, task)
 
     def _count_given_up(self, stamp: Stamp, task: int) -> None:
+        """Counts a checkpoint that failed; emits an event at the second, fourth, eighth ... in a row."""
         self._given_up, self._last_given_up = self._given_up + 1, stamp
         count = self._given_up
         if count < 2 or count & (count - 1):

@@ -124,7 +124,8 @@ class LeaderRole:
         """The boundary this leader committed last; the log has all reports before it."""
 
     def gather_by(self, ahead: int) -> None:
-        """Tells the leader how many epochs task 0 may be ahead; it sets how many epochs make a commit.
+        """Sets how many epochs task 0 may be ahead of the last commit; from that follows how many epochs one commit
+        gathers.
 
         The other tasks count as equally far.
         """
@@ -212,12 +213,13 @@ class LeaderRole:
                     group.create_task(self.checkpointer.run(), name="checkpoints")
                     group.create_task(self.checkpointer.sweep(), name="unfinished checkpoints")
                 group.create_task(self._watch_stalls(), name="stalls")
-                group.create_task(self._look_again(), name="looking again")
+                group.create_task(self._wake_regularly(), name="looking again")
                 await self._lead()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _lead(self) -> None:
+        """Carries out the decision of `Leader` each time that something wakes the role, until cancelled."""
         # A new epoch alone decides nothing; its complete reports do.
         stop = self._node.keeper.on_change(self._wake.set, structure=True)
         try:
@@ -241,7 +243,7 @@ class LeaderRole:
             stop()
             self._stop_gathering()
 
-    async def _look_again(self) -> None:
+    async def _wake_regularly(self) -> None:
         """Wakes the role regularly, until cancelled: a report that does not come wakes nothing.
 
         One asyncio task does this, so that the waits need no timers.
@@ -267,6 +269,7 @@ class LeaderRole:
             self._rows_came.set()
 
     async def _act_on_decision(self) -> None:
+        """Lets `Leader` decide about the epoch at work, and carries the decision out."""
         settled = self._clock() - self._last_news > _SETTLE_S
         decision = self._leader.decide(self._node.keeper.view, settled=settled)
         if not isinstance(decision, Diverged):
@@ -316,10 +319,12 @@ class LeaderRole:
             self._gather_timer = None
 
     def _end_gathering(self) -> None:
+        """Wakes the role, since epochs have been gathered long enough."""
         self._gather_timer = None
         self._wake.set()
 
     async def _commit(self, commit: Commit) -> None:
+        """Writes a commit of one epoch or more, and emits it; if etcd refuses the commit, reads the view again."""
         node, view = self._node, self._node.keeper.view
         stamp = self._leader.stamp
         assert stamp is not None
@@ -410,6 +415,7 @@ class LeaderRole:
         return epoch.record.lineage if epoch is not None else 0
 
     async def _seal(self, versions: tuple[tuple[int, int], ...]) -> None:
+        """Asks the primaries of these tasks, at once, to close the epoch for messages."""
         stamp = self._leader.stamp
         assert stamp is not None
         reports = self._leader.reports()
@@ -418,6 +424,7 @@ class LeaderRole:
                 group.create_task(self._seal_one(stamp, task, reports[task].term, version))
 
     async def _seal_one(self, stamp: Stamp, task: int, term: int, version: int) -> None:
+        """Asks one task's primary to close the epoch for messages at `version`; notes for `Leader` if it did."""
         view = self._node.keeper.view
         holder = view.primary_node(task)
         if holder is None:
@@ -434,6 +441,7 @@ class LeaderRole:
             self._leader.sealed(task, term, version)
 
     async def _restart(self, why: str) -> None:
+        """Writes a restart of the epoch, and emits it; if etcd refuses it, reads the view again."""
         node, view = self._node, self._node.keeper.view
         stamp = self._leader.stamp
         assert stamp is not None
@@ -564,6 +572,9 @@ class LeaderRole:
             self._node.events.emit("waits", text, epoch=stamp.epoch)
 
     def _describe_unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:
+        """Returns a text for each task that blocks the epoch and did not answer: where its primary is, and what is
+        known of it.
+        """
         view = self._node.keeper.view
         lines = []
         for task in self._leader.blocking(view):

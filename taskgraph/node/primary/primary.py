@@ -124,6 +124,7 @@ class Primary:
             self.attempts.end()
 
     async def _work(self) -> None:
+        """Begins the term, then works through attempts, roll-backs and the job's end, until cancelled."""
         keeper = self.node.keeper
         await keeper.wait_for_revision(self.revision)
         await self._begin_with_retries()
@@ -313,7 +314,7 @@ class Primary:
 
     async def _wait_until_moved(self, at: Stamp, work: asyncio.Task[None]) -> None:
         """Waits until the view shows another stamp than `at` or the end of the job, or the work fails."""
-        keeper, lanes, moved = self.node.keeper, self._lanes, partial(_moved_on, at)
+        keeper, lanes, moved = self.node.keeper, self._lanes, partial(_has_moved_on, at)
         moving = self._moving = keeper.begin_wait(moved)
         if work.done():
             self._check_work(work)
@@ -512,7 +513,7 @@ class Primary:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt that began last."""
+        """The attempt that began last; None if it is over, or none has begun."""
         return self.attempts.of(self.attempts.latest) if self.attempts.latest is not None else None
 
     def note_job_ends(self) -> None:
@@ -520,10 +521,10 @@ class Primary:
         if self._lanes is not None:
             self._lanes.finishing = True
 
-    def share(self) -> None:
+    def adapt_share(self) -> None:
         """Adapts the share of memory to the number of primaries on the node."""
         if self._lanes is not None:
-            self._lanes.share()
+            self._lanes.adapt_share()
 
     @property
     def waiting_for(self) -> str:
@@ -548,6 +549,7 @@ class Primary:
             self._group.create_task(self._call_on_event(event))
 
     async def _call_on_event(self, event: Event) -> None:
+        """Calls `on_event`. An error in it fails the job, or is logged if the job or the term has ended."""
         keeper = self.node.keeper
         try:
             await self.replica.notify(event)
@@ -569,6 +571,9 @@ class Primary:
             self._log_outdated_error(error)
 
     async def _fail_until_recorded(self, attempt: Attempt, error: GraphError) -> None:
+        """Fails the job, with retries, while the epoch of the attempt may still count and this is the task's
+        primary.
+        """
         keeper = self.node.keeper
         while self._may_still_count(attempt):
             if not (keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term)):
@@ -586,7 +591,7 @@ class Primary:
     # -- reports to the leader --------------------------------------------------------------------
 
     def report_idle(self, attempt: Attempt, version: int) -> None:
-        self.reporter.set(
+        self.reporter.send_or_gather(
             Report(
                 attempt.stamp,
                 self.task,
@@ -628,7 +633,7 @@ class Primary:
                     raise
                 again = await self._wait_for_memory(stamp, refused, what)
                 if not again:
-                    self._refused(stamp, refused, f"{lost}: {refused}")
+                    self._restart_after_refusal(stamp, refused, f"{lost}: {refused}")
                     await asyncio.Event().wait()  # until the restart cancels this attempt
             else:
                 if again:  # else another call of that name waits
@@ -653,8 +658,8 @@ class Primary:
         await asyncio.sleep(_SHORT_S)
         return True
 
-    def _refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
-        """Restarts the epoch after a call was refused for good.
+    def _restart_after_refusal(self, stamp: Stamp, refused: Refused, why: str) -> None:
+        """Asks for a restart of the epoch, since a call was refused for good.
 
         Raises:
             TaskGraphError: a restart would not help.
@@ -670,6 +675,7 @@ class Primary:
         self.ask_restart(stamp, why)
 
     def ask_restart(self, stamp: Stamp, why: str) -> None:
+        """Begins to ask the leader for a restart of the epoch; once for each attempt and reason."""
         if (stamp, why) in self._restart_asked or self._group is None:
             return
         self._restart_asked = {asked for asked in self._restart_asked if asked[0].attempt == stamp.attempt}
@@ -688,6 +694,7 @@ def _is_over_or_leader_changed(stamp: Stamp, leader: Versioned[PrimaryRecord] | 
     return view.primaries.get(0) is not leader or _is_over(stamp, view)
 
 
-def _moved_on(stamp: Stamp, view: JobView) -> bool:
+def _has_moved_on(stamp: Stamp, view: JobView) -> bool:
+    """Returns True if the view shows another stamp than this one, or the end of the job."""
     now = view.stamp  # identity first: each commit makes a new stamp, and this is asked often
     return (now is not stamp and now != stamp) or not view.running

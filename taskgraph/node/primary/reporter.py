@@ -56,8 +56,8 @@ class Reporter:
         self._deadline.ahead = ahead
         self._batch_size = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)
 
-    def set(self, report: Report) -> None:
-        """Sends or gathers a report, which replaces an earlier report of the same epoch."""
+    def send_or_gather(self, report: Report) -> None:
+        """Sends a report, or gathers it for a later message. It replaces an earlier report of the same epoch."""
         epoch, gathered, view = report.stamp.epoch, self._gathered, self._node.keeper.view
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
@@ -88,7 +88,7 @@ class Reporter:
         if before is None:
             self._deadline.forget()
         else:
-            self._deadline.committed()
+            self._deadline.note_commit()
         for epoch in tuple(reports):
             if before is None or epoch < before:
                 sent = reports.pop(epoch)

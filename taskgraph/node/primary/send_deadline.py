@@ -16,7 +16,7 @@ class SendDeadline:
     """The time by which gathered offers or reports must be sent: some time before the leader commits again.
 
     Args:
-        part: the share of the interval between commits after which the deadline comes.
+        share: the share of the interval between commits after which the deadline comes.
 
     Attributes:
         ahead: how many epochs the task may be ahead of the last commit.
@@ -31,8 +31,8 @@ class SendDeadline:
         self._sent = False  # True if something was sent since that commit
         self.ahead = node.settings.epochs_ahead
 
-    def committed(self) -> None:
-        """Sets the deadline after a commit was read."""
+    def note_commit(self) -> None:
+        """Sets the next deadline, since a commit was read."""
         self._at, self._sent = self._loop.time() + self._share * self._seconds(), False
         self._generation = self._node.keeper.view.generation_revision
 
@@ -60,4 +60,5 @@ class SendDeadline:
         return self._at if self._at > now else now + overdue * self._seconds()
 
     def _seconds(self) -> float:
+        """Returns the time between two commits."""
         return self._node.commit_interval.seconds(self.ahead)

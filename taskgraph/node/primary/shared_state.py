@@ -86,6 +86,7 @@ class SharedPart:
         return whole if replica.boundaries.hold(whole, committed=True) else None
 
     async def _fetch(self, of: int) -> SharedState:
+        """Fetches the shared state of the committed boundary from task `of`, with retries if this node lacks memory."""
         node = self._node
 
         def message() -> FetchShared:

@@ -57,6 +57,7 @@ class TakeOvers:
         return bool(self._under_way)
 
     def _decide_succession(self, task: int) -> Succession:
+        """Decides what this node may do now for a task that has no living primary; see `protocol.takeover`."""
         view = self._node.keeper.view
         wish = self._node.wish(task)
         return succession(
@@ -151,6 +152,7 @@ class TakeOvers:
         return f"{needs} a CUDA device (requires_gpu), and {who} has one"
 
     def _begin(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a takeover as an asyncio task; when it has ended, the reconciler runs."""
         running = self._under_way[task] = self._node.own(work, f"take over task {task}")
 
         def done(_: object) -> None:
@@ -194,7 +196,7 @@ class TakeOvers:
             )
         except LookupError as error:
             self._node.log.debug("task %d: %s", task, error)
-            await self._look_again()
+            await self._reread_view()
             return
         await self._execute_takeover(
             replica, txn, writer, "takeover" if failure else "hand-over", old.record.node if old else None
@@ -231,7 +233,7 @@ class TakeOvers:
                 txn = transactions.take_over_from_nothing(view, task, *me, **declared)
         except LookupError as error:
             self._node.log.debug("task %d: %s", task, error)
-            await self._look_again()
+            await self._reread_view()
             return
         lost = ", ".join(name_of(n) for n in view.in_sync(task)) or "none"
         taken = await self._execute_takeover(
@@ -297,7 +299,7 @@ class TakeOvers:
         if began:
             self._node.tracing.add(kind if result is not None else f"{kind} refused", began, task, view.stamp)
         if result is None:
-            await self._look_again()
+            await self._reread_view()
             return False
         if not result.reads:  # the answer was lost: read again
             reread = await self._node.writes.execute(
@@ -328,7 +330,7 @@ class TakeOvers:
         self._roles.begin_term(Primary(self._node, replica, taken))
         return True
 
-    async def hand_over(self, message: HandOver) -> None:
+    async def accept_handover(self, message: HandOver) -> None:
         """Takes the task over from its primary, which asks for that right after a commit.
 
         Raises:
@@ -344,8 +346,8 @@ class TakeOvers:
         if task not in self._roles.primaries:
             raise Refused(Reason.STALE, f"{node.name} lost the takeover of task {task} to another node")
 
-    async def _look_again(self) -> None:
-        """Refreshes a stale view after a refused write; `reconcile` then decides again."""
+    async def _reread_view(self) -> None:
+        """Reads a stale view again after a refused write; `reconcile` then decides again."""
         await self._node.keeper.refresh()
         await self._node.short_pause()
 
@@ -361,6 +363,7 @@ class TakeOvers:
         return list(dict.fromkeys([*its, *(node for node in view.members_of(task) if node in view.gone)]))
 
     async def _fail_lost(self, task: int, why: str = "") -> None:
+        """Fails the job, since a task has lost all its replicas."""
         view = self._node.keeper.view
         members = ", ".join(name_of(n) for n in view.in_sync(task)) or "none"
         epoch = view.epoch.record.epoch if view.epoch else None
@@ -379,7 +382,7 @@ class TakeOvers:
             txn = transactions.fail_lost(view, task, status)
         except LookupError as error:  # the view changed while this waited
             self._node.log.debug("task %d: %s", task, error)
-            await self._look_again()
+            await self._reread_view()
             return
-        if not await self._node.write_failed(txn, status):
-            await self._look_again()
+        if not await self._node.write_failure(txn, status):
+            await self._reread_view()

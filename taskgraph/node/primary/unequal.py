@@ -47,6 +47,7 @@ async def explain_unequal(node: NodeCore, stamp: Stamp, one: Report, other: Repo
 
 
 async def _ask(node: NodeCore, message: DescribeShared, term: int) -> tuple[tuple[str, bytes], ...] | None:
+    """Asks a task's primary for digests of its shared attributes; None if it does not answer, or has another term."""
     holder = node.keeper.view.primary_node(message.task)
     if holder is None:
         return None

@@ -77,14 +77,14 @@ class UnsentOffers:
         elif self._timer is None:
             self._set_timer(self._deadline.at(_OVERDUE_SHARE))
 
-    def committed(self, *, goes_on: bool) -> None:
+    def note_commit(self, *, goes_on: bool) -> None:
         """Notes that a commit was read: the next deadline counts from it.
 
         Args:
             goes_on: the attempt goes on; False: there is no deadline, since the next commit is not due.
         """
         if goes_on:
-            self._deadline.committed()
+            self._deadline.note_commit()
         else:
             self._deadline.forget()
         if self.boundaries:

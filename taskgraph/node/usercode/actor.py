@@ -305,6 +305,7 @@ class Actor:
         after: Callable[[], object] | None,
         context: Context | None,
     ) -> R:
+        """Calls a plain function in a thread, with the task's turn if `alone`, and returns its result."""
         stamp = self.stamp
         if alone:
             self.in_threads += 1
@@ -367,6 +368,7 @@ class Actor:
         after: Callable[[], object] | None,
         context: Context | None,
     ) -> R:
+        """Calls a function and then `after`, in a thread and in a context of the task."""
         self._in_turn.held = where if alone else ""
         if alone:
             self._holder = where
@@ -384,6 +386,7 @@ class Actor:
             raise RuntimeError(f"{type(error).__name__} left the function") from error
 
     def _stream_of(self, device: Device) -> Stream:
+        """Returns the task's stream on its device, which the first call makes."""
         if self._streams is None:
             self._streams = Aside([device.stream()])
         stream: Stream = self._streams.things[0]
@@ -417,6 +420,7 @@ class Actor:
         return self._cancel_s if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
 
     def stuck_error(self, where: str) -> StuckError:
+        """Makes the error for user code that did not return in time."""
         after = " after its attempt ended" if self._ends_at is None else ""
         return StuckError(f"{where} did not return within {self._cancel_s:g} s{after}")
 
@@ -435,6 +439,7 @@ class Actor:
             self._holder = held
 
     def _begin(self, where: str, stamp: Stamp | None) -> int:
+        """Lists a call in `running` and in the last words; returns the mark by which `_end` takes it out."""
         self._calls += 1
         self._running[self._calls] = where, self._loop.time()
         if lastwords.here is not None:
@@ -443,6 +448,7 @@ class Actor:
         return self._calls
 
     def _end(self, mark: int) -> None:
+        """Takes a call out of `running` and of the last words."""
         self._running.pop(mark, None)
         if lastwords.here is not None:
             lastwords.here.clear_call((id(self), mark))

@@ -139,10 +139,12 @@ class CoroutineDriver:
         self._start_limit(times)
 
     def _start_limit(self, times: int) -> None:
+        """Starts the time limit, if the framework has cancelled the coroutine and no limit runs."""
         if self._limit is None and self._task.cancelling() > times:
             self._limit = self._task.get_loop().call_later(self._actor.grace_s, self._give_up)
 
     def _is_attempt_over(self) -> bool:
+        """Returns True if the coroutine belongs to work that is over."""
         return self._attempt is not None and self._attempt.cancelled
 
     def _stop_limit(self) -> None:
@@ -151,10 +153,12 @@ class CoroutineDriver:
             self._limit = None
 
     def _give_up(self) -> None:
+        """Notes that the time limit has passed, and cancels the coroutine again."""
         self._limit_passed = True
         self._task.cancel()
 
     def _abandon(self) -> NoReturn:
+        """Closes the coroutine, and raises StuckError."""
         self._actor.abandoned = True
         stuck_error = self._actor.stuck_error(self._where)
         try:
@@ -202,6 +206,7 @@ class OnStream(Coroutine[Any, Any, R]):
         self._stream = stream
 
     def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Runs one step of the coroutine, with the stream as the current one."""
         with self._device.on(self._stream):
             return step(*args)
 

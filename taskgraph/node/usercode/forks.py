@@ -59,18 +59,23 @@ def kept_from_children() -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    # A signal that reaches the child before `_after_fork` must wait until then.
+    """Blocks the signals that a node handles, in the thread that is about to fork."""
+    # A signal that reaches the child before `_after_in_child` must wait until then.
     if _loops:
         _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def _unblock() -> None:
+    """Restores the signals that `_before_fork` blocked in this thread."""
     mask = _masks.pop(threading.get_ident(), None)
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _after_fork() -> None:
+def _after_in_child() -> None:
+    """In the child: removes the loop's signal handlers, and makes the child end if it was forked in the loop's
+    thread.
+    """
     global count
     count += 1
     for loop, thread in _loops:
@@ -99,4 +104,4 @@ def _end_returned_child(*_: object, **__: object) -> NoReturn:
     end_child("the event loop")
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_unblock, after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_unblock, after_in_child=_after_in_child)

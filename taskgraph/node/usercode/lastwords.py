@@ -30,10 +30,10 @@ __all__ = [
     "Call",
     "LastCalls",
     "LastWords",
-    "crashed_at",
+    "call_on_loop",
+    "crash_place",
     "intend_end",
     "mark_intended",
-    "on_loop",
     "read",
     "restart",
     "start",
@@ -99,6 +99,7 @@ class LastWords:
         self._map[: len(said)] = said
 
     def clear_on_loop(self) -> None:
+        """Notes that the event loop no longer runs the call of `note_on_loop`."""
         self.running[:] = NOTHING
 
     def note_call(self, call: tuple[int, int], task: int, epoch: int, where: bytes) -> None:
@@ -115,6 +116,7 @@ class LastWords:
         self._map[at : at + len(where) + _HEAD.size] = _HEAD.pack(self._calls, task, epoch) + where
 
     def clear_call(self, call: tuple[int, int]) -> None:
+        """Frees the slot of a call that has returned."""
         for taken, free in (self._threads, self._waiting):
             slot = taken.pop(call, None)
             if slot is not None:  # otherwise it is of the other kind, or was overwritten
@@ -122,6 +124,7 @@ class LastWords:
                 _ORDER.pack_into(self._map, slot * _SLOT_BYTES, 0)
 
     def intend_end(self) -> None:
+        """Marks the end of this process as intended."""
         self._map[_INTENDED_AT] = 1
 
 
@@ -173,7 +176,7 @@ def read(folder: Path) -> LastCalls | None:
     return LastCalls(tuple(call.ran for call in sorted(calls)), bool(data[_INTENDED_AT]))
 
 
-def on_loop(folder: Path) -> Call | None:
+def call_on_loop(folder: Path) -> Call | None:
     """Returns the call that the event loop of a living process runs now; None if it runs none."""
     try:
         with (folder / _FILE).open("rb") as file:
@@ -198,7 +201,7 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGF
 """The signals for which `faulthandler` writes a stack."""
 
 
-def crashed_at(log_tail: str, number: int) -> str:
+def crash_place(log_tail: str, number: int) -> str:
     """Returns the Python line at which a node crashed, from `faulthandler`'s output in its log; "" if there is none.
 
     A crash inside a library is named by the line that called the library.

@@ -298,6 +298,7 @@ class _Thread:
         os.write(self._write, _WAKE_BYTES)
 
     def wait(self) -> None:
+        """Waits, in this thread, until another one calls `wake`."""
         os.read(self._read, len(_WAKE_BYTES))
 
     def close(self) -> None:
@@ -306,6 +307,8 @@ class _Thread:
 
 
 class _Work(Generic[R]):
+    """A call of a function in a thread of the pool; implements `Work`."""
+
     __slots__ = (
         "_cancelled",
         "_error",
@@ -337,6 +340,7 @@ class _Work(Generic[R]):
     # -- in the thread ----------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Calls the function, in a thread, and keeps its result or error."""
         if self._cancelled:
             return  # before it began
         began = time.perf_counter()
@@ -351,6 +355,7 @@ class _Work(Generic[R]):
         forks.end_child(threading.current_thread().name, self._error)
 
     def end(self) -> None:
+        """Notes that the work is done, and has the event loop settle its future; called in the work's thread."""
         self.ended = True
         if self._future is not None:  # otherwise `future` sees `ended`
             self._pool.post(self._settle)
@@ -380,6 +385,7 @@ class _Work(Generic[R]):
         return future
 
     def _settle(self) -> None:
+        """Settles the future, on the event loop, with the function's result or error."""
         self._pool.awaited.pop(self, None)
         future = self._future
         if future is None or future.done():
@@ -398,5 +404,6 @@ class _Work(Generic[R]):
             self._cancelled = True
 
     def abandon(self) -> None:
+        """Cancels the future, though the function may still run."""
         self._cancelled = True
         self._settle()

@@ -62,6 +62,7 @@ def silence_expected_ends() -> None:
 
 
 def _report_unexpected(args: threading.ExceptHookArgs) -> None:
+    """Prints and reports an error that ended a thread, unless the end was expected."""
     if not is_expected_end(args.exc_value):
         threading.__excepthook__(args)
         report_uncaught(args.exc_value, "a thread")

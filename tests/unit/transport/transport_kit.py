@@ -157,7 +157,7 @@ class Node:
     async def _accept(self, caller: str, call: m.Call) -> m.Reply:
         return m.Accepted(1)
 
-    def now(self, caller: str, call: m.Call) -> m.Reply | PendingReply | None:
+    def answer_now(self, caller: str, call: m.Call) -> m.Reply | PendingReply | None:
         return self.at_once(caller, call)
 
     def all_now(self, caller: str, pull: m.Pull) -> list[m.Reply | PendingReply | None] | None:

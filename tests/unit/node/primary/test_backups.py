@@ -136,7 +136,7 @@ def test_epoch_0_waits_for_backups() -> None:
 
 
 def test_distant_backup_gets_in_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer = Serving._offer
+    offer = Serving._take_offer
 
     async def from_far(self: Serving, peer: str, message: Offer) -> Accepted:
         await asyncio.sleep(0.05)

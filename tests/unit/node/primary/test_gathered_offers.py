@@ -100,14 +100,14 @@ def test_report_waits_for_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         primary = (await primary_at(cluster, 1)).roles.primaries[0]
-        tell = primary.reporter.set
+        tell = primary.reporter.send_or_gather
 
         def tells(report: Report) -> None:
             assert report.stamp.epoch + 1 in held
             done.append(report.stamp.epoch)
             tell(report)
 
-        monkeypatch.setattr(primary.reporter, "set", tells)
+        monkeypatch.setattr(primary.reporter, "send_or_gather", tells)
         return await cluster.result()
 
     assert run(Slow, scenario).values == {0: EPOCHS}

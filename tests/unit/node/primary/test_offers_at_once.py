@@ -87,7 +87,7 @@ def test_member_without_memory_gets_offer_each_second(
 
 def refusing_at(*, epoch: int, for_s: float) -> Callable[[Serving, str, Offer], Reply | None]:
     """A `Serving.now` without memory for that boundary, for a while after its first offer."""
-    taken = Serving._offer_now
+    taken = Serving._take_offer_now
     first: list[float] = []
 
     def served(serving: Serving, peer: str, offer: Offer) -> Reply | None:

@@ -48,7 +48,7 @@ def test_stale_handover_is_refused(gated: type[Gated]) -> None:
 
         async def refused(message: HandOver) -> None:
             with pytest.raises(Refused, match="cannot take over task 0"):
-                await backup.takeovers.hand_over(message)
+                await backup.takeovers.accept_handover(message)
 
         await refused(HandOver(Stamp(at.attempt, at.epoch - 1), 0, term))
         await refused(HandOver(at, 0, term - 1))

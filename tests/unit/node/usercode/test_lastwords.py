@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph.node.membership.failing import fatal_record
-from taskgraph.node.usercode.lastwords import LastCalls, LastWords, crashed_at, encoded_name, mark_intended, read
+from taskgraph.node.usercode.lastwords import LastCalls, LastWords, crash_place, encoded_name, mark_intended, read
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord, RunningCode
@@ -131,5 +131,5 @@ def test_job_failed_by_deaths_names_the_code() -> None:
 def test_only_a_crash_has_a_line() -> None:
     """A child of the node, which inherited faulthandler, may have written the stack."""
     log = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n  File "/home/me/job.py", line 7 in crash\n'
-    assert crashed_at(log, signal.SIGSEGV) == "/home/me/job.py, line 7"
-    assert crashed_at(log, signal.SIGKILL) == ""
+    assert crash_place(log, signal.SIGSEGV) == "/home/me/job.py, line 7"
+    assert crash_place(log, signal.SIGKILL) == ""
