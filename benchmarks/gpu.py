@@ -42,7 +42,7 @@ _WARM_S = 1.0
 _MIB = 1 << 20
 _APART = "TASKGRAPH_BENCH_APART"
 if _APART in os.environ:  # in a node: no other one is on its host
-    endpoints.usable = lambda endpoint: endpoint.startswith("tcp:")
+    endpoints.can_dial = lambda endpoint: endpoint.startswith("tcp:")
 
 
 def wait_for(array: Any) -> float:

@@ -29,10 +29,10 @@ class TlsListener:
 
     Args:
         listener: the listening socket; this object closes it.
-        make: makes the protocol of a connection after its handshake.
+        make_session: makes the protocol of a connection after its handshake.
         handshake_s: the time limit of a handshake.
         limit: the most handshakes at a time. Beyond it the oldest is cancelled: an honest one takes milliseconds.
-        refused: called with (where, why) of a failed connection.
+        on_refused: called with (where, why) of a failed connection.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class TlsListener:
         await asyncio.wait([self._accepting, *self._handshakes])
 
     async def _accept(self) -> None:
+        """Accepts connections, and begins a handshake on each, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -80,6 +81,9 @@ class TlsListener:
             self._begin_handshake(sock, str(address))
 
     def _begin_handshake(self, sock: socket.socket, where: str) -> None:
+        """Starts a handshake as an asyncio task; closes the socket if the handshake ends before the loop has taken it
+        over.
+        """
         unowned = [sock]  # until the event loop owns it
         task = self._tasks.spawn(self._handshake(unowned, where), name=f"TLS handshake with {where}")
         self._handshakes[task] = None
@@ -96,6 +100,7 @@ class TlsListener:
             oldest.cancel()
 
     async def _handshake(self, unowned: list[socket.socket], where: str) -> None:
+        """Shakes hands on an accepted socket, which makes a session; a failure is refused."""
         try:
             context = self._tls.context(server=True)
             sock = unowned.pop()

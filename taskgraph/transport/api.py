@@ -59,7 +59,7 @@ class PendingReply:
     Attributes:
         reply: the reply, or None.
         done: the reply was settled or cancelled.
-        among: counts it until it is done.
+        counter: counts this reply until it is done.
         listener: called with (number, reply) by `settle`. May be set directly while there is no reply.
     """
 
@@ -152,7 +152,8 @@ class Transport(Protocol):
     def allocate(self, nbytes: int) -> Block | None:
         """Allocates memory for a value that will be sent; None: use any memory. May be called in any thread."""
 
-    async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None: ...
+    async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None:
+        """Listens, and passes calls of other nodes to `serve`. To be called once."""
 
     async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
         """Makes a call and returns the reply. Dials if there is no session. A node may call itself.

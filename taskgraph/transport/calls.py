@@ -47,7 +47,7 @@ class OpenCall(CallFuture):
     message: Call  # also of one call of a pull for several epochs
 
     def settle(self, reply: Reply) -> None:
-        """Takes the reply, and calls the listener at once. A refusal fails the call. Ignored if the call is done."""
+        """Sets the reply and calls the listener at once; a refusal fails the call. Does nothing if the call is done."""
         if type(reply) is Refusal:
             self.fail(Refused(reply.reason, reply.text))
             return
@@ -109,7 +109,7 @@ def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply 
 
 
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:
-    """Serves a call. There is always a reply, unless this task is cancelled."""
+    """Serves a call and returns the reply; an error of the handler becomes a refusal."""
     return await answer_later(serve, caller, call, answer_now(serve, caller, call))
 
 
@@ -120,7 +120,7 @@ async def answer_quietly(serve: Serve, caller: str, call: Call) -> Reply | None:
 
 
 async def answer_later(serve: Serve, caller: str, call: Call, now: Reply | PendingReply | None = None) -> Reply:
-    """Serves a call after `answer_now` returned `now`."""
+    """Serves a call after `answer_now` returned `now`: returns the reply that this is, or waits for one."""
     if now is not None and not isinstance(now, PendingReply):
         return now
     try:
@@ -138,6 +138,7 @@ async def answer_later(serve: Serve, caller: str, call: Call, now: Reply | Pendi
 
 
 def _to_refusal(error: Exception, caller: str, call: Call) -> Refusal:
+    """Makes a refusal of an error of the handler; logs an unexpected one."""
     if isinstance(error, Refused):
         text = str(error)
         return Refusal(error.reason, "" if text == error.reason else text)
@@ -146,6 +147,7 @@ def _to_refusal(error: Exception, caller: str, call: Call) -> Refusal:
 
 
 def _check_type(reply: Reply, caller: str, call: Call) -> Reply:
+    """Returns the reply, or a refusal if the handler returned a reply of a wrong type."""
     if type(reply) is not REPLY_OF[type(call)] and type(reply) is not Refusal:
         log.error("%s for node %s was answered with a %s", describe(call), caller, type(reply).__name__)
         return Refusal(Reason.BAD_MESSAGE, f"the handler answered with a {type(reply).__name__}")
@@ -153,7 +155,7 @@ def _check_type(reply: Reply, caller: str, call: Call) -> Reply:
 
 
 def unwrap(reply: Reply) -> Reply:
-    """Returns the reply. Raises `Refused` if it is a refusal."""
+    """Returns a reply that is no refusal. Raises `Refused` for a refusal."""
     if isinstance(reply, Refusal):
         raise Refused(reply.reason, reply.text)
     return reply
@@ -169,6 +171,7 @@ class OwnedTasks:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """Starts a coroutine as an asyncio task of this owner."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks[task] = None
         task.add_done_callback(self._on_end)

@@ -71,6 +71,7 @@ class Ticket(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes | memoryview) -> Ticket:
+        """Reads a ticket. Raises DecodeError."""
         ticket = cls(*_TICKET.unpack(data))
         if not 0 < ticket.number < _SPOILED or not 0 < ticket.memory < _SPOILED:
             raise DecodeError(f"ticket {ticket.number} for memory {ticket.memory}")
@@ -91,20 +92,21 @@ class DeviceLending:
         return len(self._lent)
 
     def start(self) -> None:
-        """Begins to lend: the peer is a process of this host."""
+        """Lets `lend` give tickets: the peer is a process of this host."""
         self._enabled = True
 
     def stop(self) -> None:
-        """Stops lending: the peer cannot open the memory."""
+        """Makes `lend` give no more tickets: the peer cannot open the memory."""
         self._enabled = False
 
-    def lendable(self, buffer: DeviceBuffer) -> bool:
+    def can_lend(self, buffer: DeviceBuffer) -> bool:
+        """Returns True if a buffer can be lent now."""
         return self._enabled and buffer.segment is not None and len(self._lent) < _MAX_LENT
 
     def lend(self, call: int, value: EncodedOnDevice) -> Encoded | None:
         """Replaces all device buffers by tickets. Returns None if one of them cannot be lent."""
         buffers: list[Any] = list(value.buffers)
-        if not all(self.lendable(buffer) for buffer in buffers if isinstance(buffer, DeviceBuffer)):
+        if not all(self.can_lend(buffer) for buffer in buffers if isinstance(buffer, DeviceBuffer)):
             return None
         try:
             for at, buffer in enumerate(buffers):
@@ -121,6 +123,7 @@ class DeviceLending:
         return Encoded(value.meta, tuple(buffers), value.digest)
 
     def _ticket(self, call: int, buffer: DeviceBuffer, segment: Segment) -> bytes:
+        """Notes that a buffer is lent with the reply to a call; returns the ticket."""
         number, identity = self._last + 1, buffer.device.identity
         ticket = _TICKET.pack(number, segment.number, segment.size, buffer.nbytes, identity, segment.handle)
         self._last = number
@@ -291,6 +294,7 @@ class DeviceBorrowing:
         afterwards.call(memory.device, events, partial(self._wake, partial(self._return_ticket, memory, number)))
 
     def _return_ticket(self, memory: OpenMemory, number: int) -> None:
+        """Returns a ticket, after all reads of its memory are done; closes memory that was idle for longest."""
         memory.readers -= 1
         memory.idle_since = self._clock()
         if not memory.readers:
@@ -311,13 +315,17 @@ class DeviceBorrowing:
             self._send(b"".join([_NUMBER.pack(number) for number in numbers]))
 
     def trim(self) -> list[OpenMemory]:
-        """Returns memory that was idle for long. Drop it in a thread, since the device may be slow."""
+        """Takes out memory that was idle for long, and returns it. Drop it in a thread, since the device may be
+        slow.
+        """
         before = self._clock() - _IDLE_S
         idle = [memory for memory, kept in self._opened.items() if not kept.readers and kept.idle_since < before]
         return [self._opened.pop(memory) for memory in idle]
 
     def end(self) -> list[OpenMemory]:
-        """Returns all open memory when the session ends. Drop it in a thread. Memory that is read stays open."""
+        """Takes out all open memory, when the session ends, and returns it. Drop it in a thread. Memory that is read
+        stays open.
+        """
         self._send = None  # else a reader would keep the session alive
         opened, self._opened = list(self._opened.values()), {}
         return opened

@@ -24,6 +24,7 @@ from taskgraph.protocol.reach import tcp_address, unix_socket
 from taskgraph.settings import Settings
 
 __all__ = [
+    "can_dial",
     "connect",
     "descriptor_limit",
     "handed_over",
@@ -36,7 +37,6 @@ __all__ = [
     "tcp_endpoint",
     "tune_tcp",
     "unix_endpoint",
-    "usable",
 ]
 
 _UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -63,6 +63,7 @@ def host_key() -> str:
 
 
 def unix_endpoint(path: Path) -> str:
+    """Returns the endpoint of a unix socket of this host."""
     return f"unix:{host_key()}:{path}"
 
 
@@ -70,7 +71,7 @@ def tcp_endpoint(host: str, port: int) -> str:
     return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
 
 
-def usable(endpoint: str) -> bool:
+def can_dial(endpoint: str) -> bool:
     """True if this process can dial the endpoint."""
     return unix_socket(endpoint)[0] == host_key() or endpoint.startswith("tcp:")
 
@@ -194,7 +195,7 @@ def tune_tcp(sock: socket.socket, settings: Settings) -> None:
 
 
 async def connect(endpoint: str, settings: Settings) -> socket.socket:
-    """Connects a non-blocking socket. The caller limits the time.
+    """Returns a connected, non-blocking socket. The caller limits the time.
 
     Raises:
         PeerGone: the port refuses, or there is no socket file.
@@ -224,6 +225,7 @@ def handed_over(sock: socket.socket) -> Iterator[None]:
 
 
 async def _connect_unix(path: str) -> socket.socket:
+    """Connects to a unix socket; tries again while its queue of connections is full."""
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -239,6 +241,7 @@ async def _connect_unix(path: str) -> socket.socket:
 
 
 async def _addresses(host: str, port: int) -> list[tuple[int, tuple[object, ...]]]:
+    """Returns (family, address) of each address of a host."""
     with contextlib.suppress(ValueError):
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         return [(family, (host, port))]
@@ -247,6 +250,7 @@ async def _addresses(host: str, port: int) -> list[tuple[int, tuple[object, ...]
 
 
 async def _connect_tcp(endpoint: str, settings: Settings) -> socket.socket:
+    """Connects to the first address of a TCP endpoint that answers."""
     host, port = tcp_address(endpoint)
     if not host or not port.isdigit():
         raise PeerLost(f"{endpoint!r} is not an endpoint: it should read tcp:host:port")

@@ -173,7 +173,7 @@ def unpack_head(data: memoryview, limits: Limits) -> Head:
 
 
 def seal(frame: bytes, rest_bytes: int) -> bytes:
-    """Adds the digests to a frame. `rest_bytes`: the number of bytes of its sizes and header."""
+    """Returns a frame with its two digests. `rest_bytes`: the number of bytes of its sizes and header."""
     head = frame[:_REST_DIGEST_AT] + xxh3_64_digest(frame[HEAD_BYTES : HEAD_BYTES + rest_bytes])
     return b"".join((head, xxh3_64_digest(head), frame[HEAD_BYTES:]))
 

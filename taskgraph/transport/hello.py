@@ -50,6 +50,7 @@ class HelloRefused(Exception):
 
 
 def _proof(token: bytes, role: bytes, job: str, dialler: str, listener: str, *random: bytes) -> bytes:
+    """Returns the HMAC, keyed by the token, over the role, the version, the job, both nodes and the nonces."""
     mac = hmac.new(token, digestmod=hashlib.sha256)
     for part in (role, str(PROTOCOL_VERSION).encode(), job.encode(), dialler.encode(), listener.encode(), *random):
         mac.update(len(part).to_bytes(4, "big") + part)  # with lengths, so that different parts give different bytes
@@ -101,6 +102,7 @@ _pack = msgspec.msgpack.encode
 
 
 def _parse(cls: type[S], data: bytes) -> S:
+    """Decodes the content of a HELLO frame. Raises DecodeError."""
     try:
         return msgspec.msgpack.decode(data, type=cls)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -131,9 +133,11 @@ class _Hello:
         self.binding = b""
 
     def _nonces(self, a: bytes, b: bytes) -> tuple[bytes, ...]:
+        """Returns the nonces and, over TLS, the channel binding: what makes a proof valid for one connection only."""
         return (a, b, self.binding) if self.binding else (a, b)
 
     def _expect(self, kind: Kind, data: bytes) -> None:
+        """Raises HelloRefused for a refusal of the peer, and DecodeError if the frame is not the next step."""
         if kind is Kind.HELLO_REFUSE:
             why = printable(_parse(Refuse, data).why)  # the peer may be a stranger
             raise HelloRefused(why, tell=False)
@@ -154,6 +158,7 @@ class Dialling(_Hello):
         return [(Kind.HELLO_OPEN, _pack(Open(self._job, self.node, self._nonce, self.probe)))]
 
     def _proof_of(self, role: bytes) -> bytes:
+        """Returns the proof that the dialler or the listener has to send."""
         return _proof(self._token, role, self._job, self.node, self.peer, *self._nonces(self._nonce, self._peer_nonce))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:
@@ -180,6 +185,7 @@ class Answering(_Hello):
     """The listener's side of a hello."""
 
     def _proof_of(self, role: bytes) -> bytes:
+        """Returns the proof that the dialler or the listener has to send."""
         return _proof(self._token, role, self._job, self.peer, self.node, *self._nonces(self._peer_nonce, self._nonce))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:

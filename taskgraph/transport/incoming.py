@@ -88,6 +88,7 @@ class Incoming:
         self._skip_full()
 
     def _skip_full(self) -> None:
+        """Moves on to the next part of the payload that has room; begins the digest once the meta is complete."""
         while self._at < len(self._targets) and self._offset == self._targets[self._at].nbytes:
             if self._at == 0 and self._digesting is not None:
                 self._hasher = self._digesting(self.meta(), self._sizes)
@@ -116,25 +117,29 @@ class Incoming:
             data = data[count:]
 
     def meta(self) -> bytes:
+        """Returns the meta of the value, which has arrived."""
         return bytes(self._targets[0])
 
     def buffers(self) -> tuple[memoryview, ...]:
+        """Returns the buffers of the value, received and lent, in order."""
         received = iter(self._targets[1:])
         return tuple((next(received) if lent is None else lent).toreadonly() for lent in self._lent)
 
     def digest(self) -> bytes | None:
-        """Returns the digest that was taken on the way, or None."""
+        """Returns the digest that was taken as the bytes arrived; None: none was taken."""
         return None if self._hasher is None else self._hasher.digest()
 
     def complete(self) -> Encoded | None:
-        """Adds the payload to the value of the message. Returns the value, or None if the message has none."""
+        """Puts the received payload into the value of the message. Returns the value; None: the message has none."""
         value = value_of(self.message)
         if value is not None:
             value.complete(self.meta(), self.buffers())
         return value
 
     def is_whole(self, value: Encoded) -> bool | None:
-        """Compares the digest that was taken on the way; None: none was taken."""
+        """Returns whether the digest taken as the bytes arrived is the value's; None: none was taken. Lent memory
+        counts as whole.
+        """
         if any(lent is not None for lent in self._lent):
             return True  # lent memory needs no check: its producer digested it
         digest = self.digest()

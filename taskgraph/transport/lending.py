@@ -72,11 +72,11 @@ class Lending:
         return len(self._lent)
 
     def start(self) -> None:
-        """Begins to lend: the peer is a process of this host."""
+        """Lets `lend` lend memory: the peer is a process of this host."""
         self._begins_at = 0.0
 
     def stop(self, *, for_good: bool) -> None:
-        """Stops lending: the peer cannot open the memory."""
+        """Makes `lend` refuse, for a while or for good, since the peer could not open the memory."""
         self._begins_at = None if for_good else self._now() + _PAUSE_S
 
     def lend(self, call: int, buffer: memoryview) -> bytes:
@@ -131,6 +131,7 @@ def _offset(buffer: memoryview, region: Region) -> int:
 
 
 def _spoil(block: Block) -> None:
+    """Marks the memory of a block as spoiled, so that it is never written again."""
     if block.origin is not None:
         block.origin.spoil()
 
@@ -140,7 +141,7 @@ class Borrowing:
 
     Args:
         send: sends returned leases; called on the event loop.
-        several: called when some leases can be returned; the next message to the lender should call `flush`.
+        on_batch: called when some leases can be returned; the next message to the lender should call `flush`.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class Borrowing:
         return [self._reference(fields, length) for fields, length in pairs], header[rest:]
 
     def _reference(self, fields: tuple[int, ...], length: int) -> Reference:
+        """Makes a reference of its fields, checked. Raises DecodeError."""
         lease, _, _, size, offset, _ = fields
         if not 0 < lease < _SPOILED:  # in any order, since small messages overtake large ones
             raise DecodeError(f"lease {lease}")
@@ -190,7 +192,9 @@ class Borrowing:
         return _new(Reference, (*fields, length))
 
     def take(self, references: Sequence[Reference]) -> tuple[memoryview, ...]:
-        """Maps the memory of references, read-only. Raises CannotBorrow, and returns all leases then."""
+        """Maps the memory of references, read-only, and returns it. If one cannot be mapped, returns all leases and
+        raises CannotBorrow.
+        """
         buffers: list[memoryview] = []
         for at, reference in enumerate(references):
             try:
@@ -230,11 +234,12 @@ class Borrowing:
             self._on_batch()
 
     def _flush_soon(self) -> None:
+        """Calls `flush` from the event loop, soon."""
         self._flush_scheduled = True
         self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Returns the noted leases now."""
+        """Sends the noted leases back to the lender now."""
         self._flush_scheduled, self._flushed, self._to_return_bytes = False, True, 0
         leases = []
         while self._to_return:

@@ -90,6 +90,7 @@ class Loan(Finalizer[Block]):
     locked = False
 
     def spoil(self) -> None:
+        """Notes that a process may read this memory for ever: it is returned as spoiled."""
         self.spoiled = True
 
     def pin(self, device: Device) -> None:
@@ -113,7 +114,7 @@ class Mappings:
         return len(self._known)
 
     def borrow(self, pid: int, reference: Reference, ended: Callable[[Loan], object]) -> Block:
-        """Maps a piece of memory, read-only.
+        """Maps a piece of memory of another process, read-only; returns it as a block.
 
         Args:
             ended: called with the loan, in any thread, when no view is left. It removes the loan from `loan.loans`.
@@ -137,6 +138,9 @@ class Mappings:
         return block
 
     def _make_room(self) -> None:
+        """Closes the mapping that was idle for longest, if there are as many as may be. Raises CannotBorrow if all are
+        used.
+        """
         if len(self._known) < self._limit:
             return
         idle = [(mapping.used_at, key) for key, mapping in self._known.items() if not mapping.loans]
@@ -159,6 +163,7 @@ class Mappings:
 
 
 def _open(pid: int, reference: Reference) -> _Mapping:
+    """Opens and maps the memory of a reference, after all checks. Raises CannotBorrow."""
     path = f"/proc/{pid}/fd/{reference.fd}"
     try:
         shown = os.readlink(path)  # before opening: to open another kind of file may block

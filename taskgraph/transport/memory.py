@@ -49,6 +49,7 @@ class MemoryNetwork:
         self._break_session(one, other, f"the link between {one} and {other} is cut")
 
     def heal(self, one: str, other: str) -> None:
+        """Mends a link that `cut` cut."""
         self._cut.discard(frozenset((one, other)))
 
     # For transports.
@@ -65,6 +66,9 @@ class MemoryNetwork:
             self._end_session(transport.node, other, f"node {transport.node} said goodbye")
 
     def _find(self, caller: str, node: str) -> MemoryTransport:
+        """Returns the transport of a node. Raises PeerLost if the link is cut, and PeerGone if the node is not
+        there.
+        """
         if frozenset((caller, node)) in self._cut:
             raise PeerLost(f"the link between {caller} and {node} is cut")
         transport = self._nodes.get(node)
@@ -87,6 +91,7 @@ class MemoryNetwork:
                 transport._cancel_served(there)
 
     def _break_session(self, one: str, other: str, why: str) -> None:
+        """Ends the session of two nodes, if they have one; soon tells both that it was lost."""
         if frozenset((one, other)) not in self._sessions:
             return
         self._end_session(one, other, why)
@@ -95,6 +100,7 @@ class MemoryNetwork:
                 self._after_turns(self._draw_turns(), transport, there)
 
     def _after_turns(self, turns: int, transport: MemoryTransport, lost: str) -> None:
+        """Tells a transport, after that many turns of the event loop, that its session with a node was lost."""
         loop = asyncio.get_running_loop()
         if turns:
             loop.call_soon(self._after_turns, turns - 1, transport, lost)
@@ -168,6 +174,7 @@ class MemoryTransport:
         return [call for call in calls if call is not None] or None  # None: the transport is closed
 
     async def _exchange(self, node: str, message: Call, *, quiet: bool = False) -> Reply:
+        """Has the peer answer a call, and waits for its reply."""
         target = self._find_peer(node)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._pending[reply] = node
@@ -197,6 +204,7 @@ class MemoryTransport:
     # Serving.
 
     def _accept(self, caller: str, message: Call, reply: asyncio.Future[Reply], quiet: bool) -> asyncio.Task[None]:
+        """Starts to answer a call of another node; `reply` gets the reply."""
         task = self._tasks.spawn(self._answer(caller, message, reply, quiet), name=f"serve {caller} at {self.node}")
         self._serving[task] = caller
         task.add_done_callback(lambda done: self._serving.pop(done, None))
@@ -223,6 +231,7 @@ class MemoryTransport:
                 task.cancel()
 
     def _shut_down(self, why: str) -> None:
+        """Fails the pending calls and cancels the served ones, since the node closes or crashed."""
         self._down = why
         for reply in self._pending:
             if not reply.done():

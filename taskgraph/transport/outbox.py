@@ -53,7 +53,7 @@ class _LargePayload:
         self._offset = 0
 
     def chunk(self) -> tuple[int, list[memoryview]]:
-        """Returns the size of the next chunk, and its pieces of memory."""
+        """Takes the next chunk; returns its size, and its pieces of memory."""
         size = room = min(CHUNK_BYTES, self.left)
         pieces = []
         while room:
@@ -75,7 +75,7 @@ class Outbox:
 
     Args:
         write: takes bytes, or a view of memory that will not change; does not block.
-        soon: runs a callback after other ready work of the event loop.
+        call_soon: runs a callback after other ready work of the event loop.
         lend: (call, buffer) -> the reference to a lent buffer, or b"" for a buffer that has to be sent. Called for the
             buffers of a value in order.
         on_backpressure: called with True when the outbox is full, and with False when it has room again.
@@ -88,13 +88,13 @@ class Outbox:
     def __init__(
         self,
         write: Callable[[bytes | memoryview], None],
-        soon: Callable[[Callable[[], None]], object],
+        call_soon: Callable[[Callable[[], None]], object],
         lend: Callable[[int, memoryview], bytes],
         on_backpressure: Callable[[bool], object],
     ) -> None:
         self.write = write
         self.sealed = False
-        self._soon = soon
+        self._call_soon = call_soon
         self._lend = lend
         self._on_backpressure = on_backpressure
         self._is_full = False
@@ -107,6 +107,7 @@ class Outbox:
 
     @property
     def idle(self) -> bool:
+        """True if no frame waits to be written."""
         return not (self._small or self._in_turn or self._waiting)
 
     def send(self, kind: Kind, call: int = 0, header: bytes = b"", value: Encoded | None = None) -> None:
@@ -138,6 +139,7 @@ class Outbox:
             self._send_small(0, seal(frame, len(header)) if self.sealed else frame)
 
     def _send_small(self, call: int, frame: bytes) -> None:
+        """Writes a frame in one piece now, or queues it before large payloads."""
         if self._paused or self._small:
             self._small.append((call, frame))
             self._pump()
@@ -184,7 +186,9 @@ class Outbox:
             self._pump()
 
     def drop(self, call: int) -> bool:
-        """Stops sending the message of a call. Returns True if the peer got, or will get, a part of it."""
+        """Drops what is still queued of the message of a call. Returns True if the peer got, or will get, a part of the
+        message.
+        """
         if self.idle:
             return True
         before = len(self._small) + len(self._waiting)
@@ -201,9 +205,11 @@ class Outbox:
         return not unseen
 
     def pause(self) -> None:
+        """Stops writing, since the buffer of the socket is full."""
         self._paused = True
 
     def resume(self) -> None:
+        """Writes again, since the buffer of the socket has room."""
         self._paused = False
         self._pump()
 
@@ -221,7 +227,7 @@ class Outbox:
             if budget <= 0:
                 if not self._scheduled:
                     self._scheduled = True
-                    self._soon(self._continue)
+                    self._call_soon(self._continue)
                 break
             for data in self._next():
                 budget -= len(data)
@@ -232,6 +238,7 @@ class Outbox:
             self._on_backpressure(full)
 
     def _continue(self) -> None:
+        """Goes on to write in a later turn of the event loop."""
         self._scheduled = False
         self._pump()
 

@@ -74,6 +74,7 @@ def map_shared(fd: int, size: int, *, writable: bool) -> memoryview:
 
 @functools.cache
 def _libc() -> Any:
+    """Returns the C library, with the types of the calls that this module makes."""
     libc = ctypes.CDLL(None, use_errno=True)
     place, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.restype = place
@@ -83,6 +84,7 @@ def _libc() -> Any:
 
 
 def address_of(memory: memoryview) -> int:
+    """Returns the address of a piece of memory in this process."""
     address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     return address
 

@@ -165,7 +165,7 @@ class FrameReader:
             if self._direct is not None:
                 self._direct.advance(count)
                 self._body -= count
-                self._end_of_body()
+                self._after_body_bytes()
                 return
             self._end += count
             while not self._stopped and (self._start < self._end or self._head is not None):
@@ -273,6 +273,9 @@ class FrameReader:
         return True
 
     def _dispatch(self, head: Head, sizes: tuple[int, ...], header: bytes) -> None:
+        """Handles a frame whose sizes and header were read: opens a message, continues one with a chunk, or calls
+        `on_control`.
+        """
         if head.kind in OPENING_KINDS:
             carried = head.meta + sum(size for size in sizes if not size & LENT)
             if carried != head.payload:
@@ -283,7 +286,7 @@ class FrameReader:
             if incoming is not None and not self._stopped:
                 self._partial[head.call] = incoming
             self._sink, self._body = incoming, head.body
-            self._end_of_body()
+            self._after_body_bytes()
         elif head.kind is Kind.CHUNK:
             sink = self._partial.get(head.call)
             if sink is not None and head.body > sink.missing:
@@ -293,6 +296,7 @@ class FrameReader:
             self._on_control(head, header)
 
     def _take_body(self) -> bool:
+        """Copies bytes of the body from the scratch buffer to their place. Returns False if there are none."""
         count = min(self._end - self._start, self._body)
         if not count:
             return False
@@ -300,10 +304,13 @@ class FrameReader:
             self._sink.take(self._scratch[self._start : self._start + count])
         self._start += count
         self._body -= count
-        self._end_of_body()
+        self._after_body_bytes()
         return True
 
-    def _end_of_body(self) -> None:
+    def _after_body_bytes(self) -> None:
+        """Called after bytes of a body: ends the body if none are left of it; completes the message if none are
+        missing.
+        """
         sink = self._sink
         if self._body == 0:
             self._sink = None

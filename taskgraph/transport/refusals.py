@@ -55,6 +55,7 @@ class RefusalLog:
             self._log.warning("refused a connection from %s: %s", printable(where), printable(why))
 
     def _log_rest(self) -> None:
+        """Logs how many connections were refused without a line since the last one."""
         rest = self._others + sum(self._logged.values())
         if rest:
             self._log.warning("refused %d more connections since, for like reasons", rest)

@@ -120,6 +120,7 @@ class _Arena:
             self._release_pages(*piece)
 
     def _release_pages(self, offset: int, size: int) -> None:
+        """Returns these pages to the kernel, but not those of memory that is not shared, and not in a forked child."""
         if self.region is not None and size and self._pid == os.getpid():  # a forked child does not own it
             release_pages(self.region.address + offset, size)
 
@@ -175,6 +176,7 @@ class Use(Finalizer[Block]):
     segment: _Segment
 
     def spoil(self) -> None:
+        """Marks the segment as spoiled, so that it is never written again, and retires its arena."""
         self.segment.spoiled = self.segment.arena.retired = True
 
     def pin(self, device: Device) -> Pin | None:
@@ -250,6 +252,7 @@ class Pool:
         return block
 
     def _take(self, nbytes: int) -> _Segment | None:
+        """Returns an idle segment of a fitting size, or a new one; None: there is no memory, or the pool is full."""
         if self._closed:
             return None
         idle = self._idle
@@ -322,6 +325,7 @@ class Pool:
         self._drop(self._idle[:1])
 
     def _drop(self, idle: Sequence[_Segment]) -> None:
+        """Closes these idle segments."""
         for segment in idle:
             self._idle.remove(segment)
             self._idle_bytes -= segment.size
@@ -351,5 +355,6 @@ class Pool:
 
 
 def _round_up(nbytes: int) -> int:
+    """Returns the size of the smallest kind of segment that has this many bytes."""
     step = max(mmap.PAGESIZE, (1 << (nbytes.bit_length() - 1)) // _STEPS)
     return -(-nbytes // step) * step

@@ -49,7 +49,7 @@ from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
 
-__all__ = ["VERIFY_AT_ONCE_BYTES", "Owner", "Session", "cut", "wake"]
+__all__ = ["VERIFY_AT_ONCE_BYTES", "Owner", "Session", "call_on_loop_soon", "split_buffers"]
 
 log = logging.getLogger("taskgraph.transport")
 
@@ -104,7 +104,7 @@ class Owner(Protocol):
         """Allocates memory to receive into."""
 
 
-def wake(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+def call_on_loop_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
     """Calls a function on the loop, soon. May be called in any thread."""
     with contextlib.suppress(RuntimeError):  # the loop was closed just now
         loop.call_soon_threadsafe(callback)
@@ -146,7 +146,7 @@ class Session(asyncio.BufferedProtocol):
             on_complete=self._on_complete,
             on_whole=self._on_whole,
             on_control=self._on_control,
-            failed=self._unreadable,
+            failed=self._on_reader_error,
         )
         self.get_buffer, self.buffer_updated = self._reader.buffer, self._reader.received
         self._borrowing = Borrowing(self._loop, self._send_returned, self._schedule_return)
@@ -179,7 +179,7 @@ class Session(asyncio.BufferedProtocol):
         if isinstance(self._hello, Dialling):
             self._send_hello(self._hello.open())
 
-    def _unreadable(self, error: Exception) -> None:
+    def _on_reader_error(self, error: Exception) -> None:
         """Ends the session after an error of the reader, or of a handler that it called."""
         if isinstance(error, HelloRefused):
             self._on_refused(error)
@@ -226,11 +226,15 @@ class Session(asyncio.BufferedProtocol):
             self._outbox.send(kind, header=data)
 
     def _on_refused(self, refused: HelloRefused) -> None:
+        """Ends the session after a failed hello; tells the peer why, unless the peer refused."""
         if refused.tell:
             self._send_hello([(Kind.HELLO_REFUSE, refusal(str(refused)))])
         self.end(f"the hello failed: {refused}", flush=True)
 
     def _on_control(self, head: Head, header: bytes) -> None:
+        """Handles a frame that opens no message: a step of the hello, a goodbye, a cancelled call, returned or declined
+        memory.
+        """
         if not self._hello.done:
             self._send_hello(self._hello.on_frame(head.kind, header))
             if self._hello.done:
@@ -251,6 +255,7 @@ class Session(asyncio.BufferedProtocol):
             raise DecodeError(f"a {head.kind.name} frame in an open session")
 
     def _on_hello_done(self) -> None:
+        """Opens the session, since both sides have proved themselves."""
         assert self._timer is not None
         self._timer.cancel()
         self.open, self.peer, self.probe = True, self._hello.peer, self._hello.probe
@@ -269,7 +274,9 @@ class Session(asyncio.BufferedProtocol):
     # Messages.
 
     def _take_back(self, call: int) -> bool:
-        """Stops sending the message of a call. Returns True if the peer got, or will get, a part of it."""
+        """Drops what is still queued of the message of a call. Returns True if the peer got, or will get, a part of the
+        message.
+        """
         seen = self._outbox.drop(call)
         if not seen:
             self._lending.take_back(call)
@@ -285,10 +292,12 @@ class Session(asyncio.BufferedProtocol):
             self._loop.call_soon(self.give_back)
 
     def _send_returned(self, leases: bytes) -> None:
+        """Sends the numbers of returned leases."""
         if self.open:
             self._outbox.send(Kind.RETURN, header=leases)
 
     def _on_open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
+        """Begins to receive a message of several frames; returns the `Incoming` for it, or None to skip its payload."""
         if not self._hello.done:
             raise DecodeError(f"a {head.kind.name} before the hello")
         if head.kind not in self._opening_kinds:
@@ -316,6 +325,7 @@ class Session(asyncio.BufferedProtocol):
             return None
 
     def _decline(self, call: int, error: CannotBorrow) -> None:
+        """Tells the peer that its lent memory cannot be opened, so that it sends bytes."""
         log.warning("memory lent by node %s cannot be opened, so bytes are sent: %s", self.peer, error)
         self._outbox.send(Kind.DECLINE, call, _FOR_GOOD if error.for_good else b"")
         self._on_cannot_borrow(call)
@@ -356,26 +366,29 @@ class Session(asyncio.BufferedProtocol):
             self._take(kind, call, message)
             return
         else:
-            value.complete(meta, cut(carried, sizes) if sizes else ())
+            value.complete(meta, split_buffers(carried, sizes) if sizes else ())
             verify = self._owner.verify_now
             if not verify(value):
                 raise _corrupted(type(message), value)
         self._take_whole(kind, call, message)
 
     def _admits(self, call: int, cls: type) -> bool:
-        """Returns False to skip a message. Raises DecodeError if the peer may not send it."""
+        """Returns True if a message may be taken, and False to skip it. Raises DecodeError if the peer may not
+        send it.
+        """
         raise NotImplementedError
 
     def _take(self, kind: Kind, call: int, message: Any) -> None:
-        """Takes a complete message that was admitted."""
+        """Handles a complete message that was admitted: serves the call, or settles the one that it answers."""
         raise NotImplementedError
 
     def _take_whole(self, kind: Kind, call: int, message: Any) -> None:
-        """Admits and takes a complete message."""
+        """Handles a complete message, if it is admitted."""
         if self._admits(call, type(message)):
             self._take(kind, call, message)
 
     def _on_no_memory(self, head: Head) -> None:
+        """Handles a message for which there is no memory: refuses the call, or fails the one that it answers."""
         raise NotImplementedError
 
     def _on_cannot_borrow(self, call: int) -> None:
@@ -383,15 +396,18 @@ class Session(asyncio.BufferedProtocol):
         raise NotImplementedError
 
     def _on_complete(self, incoming: Incoming) -> None:
+        """Handles a message of several frames that is complete."""
         raise NotImplementedError
 
     def _on_cancel(self, call: int) -> None:
+        """Handles the peer's cancellation of a call; only a session that serves calls may get one."""
         raise DecodeError("a CANCEL in the wrong direction")
 
     def _on_same_host(self) -> None:
         """Called if the peer is a process of this host."""
 
     def _on_device(self, kind: Kind, data: bytes) -> None:
+        """Handles a frame about lent device memory; only a session that serves calls may get one."""
         raise DecodeError(f"a {kind.name} in the wrong direction")
 
     def _on_decline(self, call: int) -> None:
@@ -442,7 +458,7 @@ class Session(asyncio.BufferedProtocol):
                 self._transport.close()
             else:
                 self._transport.abort()
-        self._release()
+        self._end_calls()
         if self._transport is not None:
             self._owner.on_ended(self)
 
@@ -488,13 +504,13 @@ class Session(asyncio.BufferedProtocol):
         if sock is not None and sock.family != socket.AF_UNIX:
             tune_tcp(sock, settings)
 
-    def _release(self) -> None:
+    def _end_calls(self) -> None:
         """Ends all calls of the session."""
         raise NotImplementedError
 
 
-def cut(carried: bytes, sizes: Sequence[int]) -> tuple[memoryview, ...]:
-    """Cuts consecutive buffers apart."""
+def split_buffers(carried: bytes, sizes: Sequence[int]) -> tuple[memoryview, ...]:
+    """Returns views of the consecutive buffers in `carried`, each of its size in `sizes`."""
     whole, at, buffers = memoryview(carried), 0, []
     for size in sizes:
         buffers.append(whole[at : at + size])

@@ -20,7 +20,7 @@ from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.mappings import CannotBorrow
-from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session, wake
+from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session, call_on_loop_soon
 from taskgraph.transport.wire import REPLY_OF
 
 __all__ = ["AcceptedSession", "DialledSession"]
@@ -53,7 +53,7 @@ class _PendingCall(OpenCall):
     def cancel(self, msg: Any | None = None) -> bool:
         if not super().cancel(msg):
             return False
-        self.session.cancelled(self)
+        self.session.on_cancelled(self)
         if self.listener is not None:
             self._call_listener_soon()
         return True
@@ -69,7 +69,7 @@ class DialledSession(Session):
         self.wanted = wanted  # the node to be called; another node may listen there now
         self._pending: dict[int, _PendingCall] = {}
         self._last_call = 0
-        self._devices = DeviceBorrowing(self._return_tickets, partial(wake, self._loop))
+        self._devices = DeviceBorrowing(self._return_tickets, partial(call_on_loop_soon, self._loop))
         self.hello_done: asyncio.Future[None] = self._loop.create_future()
 
     def _schedule_return(self) -> None:
@@ -102,7 +102,7 @@ class DialledSession(Session):
         return pending
 
     def begin_all(self, message: Pull) -> list[asyncio.Future[Reply]]:
-        """Sends the calls of a pull for several epochs in one frame. Their numbers are consecutive."""
+        """Sends the calls of a pull for several epochs in one frame, and returns their futures, in order."""
         if not self.open:
             raise PeerLost(f"node {self.peer}: {self.why or 'no hello yet'}")
         header = wire.to_header(message)
@@ -118,13 +118,14 @@ class DialledSession(Session):
         return calls
 
     def _send_call(self, pending: _PendingCall, value: Encoded | None) -> None:
+        """Numbers a call, lists it as pending, and sends it."""
         message = pending.message
         header = wire.to_header(message)
         self._last_call = pending.number = pending.first = self._last_call + 1
         self._pending[pending.number] = pending
         self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
 
-    def cancelled(self, pending: _PendingCall) -> None:
+    def on_cancelled(self, pending: _PendingCall) -> None:
         """Forgets a call that its caller cancelled, and tells the peer."""
         if self._pending.pop(pending.number, None) is None or self.why:
             return
@@ -189,6 +190,7 @@ class DialledSession(Session):
             self._owner.tasks.spawn(work, name=f"verify a reply of {self.peer}")
 
     async def _settle_later(self, pending: _PendingCall, incoming: Incoming) -> None:
+        """Checks the value of a large reply in a thread, then settles the call."""
         try:
             pending.settle(await self._complete(incoming))
         except PeerLost as error:
@@ -198,6 +200,9 @@ class DialledSession(Session):
             raise
 
     def _on_tickets(self, incoming: Incoming) -> None:
+        """Handles a reply with tickets for device memory: takes its value there, after a thread has opened the
+        memory.
+        """
         value = incoming.complete()
         if value is None:
             raise DecodeError(f"a {type(incoming.message).__name__} without tickets in a {Kind.REPLY_ON_DEVICE.name}")
@@ -214,6 +219,7 @@ class DialledSession(Session):
     async def _open_and_take(
         self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
     ) -> None:
+        """Opens the memory of tickets in a thread, then takes the value; on an error, declines device memory."""
         try:
             while unopened := self._devices.unopened(tickets):  # others may be closed meanwhile
                 self._devices.keep(await self._owner.in_thread(partial(self._devices.open, unopened)), tickets)
@@ -228,6 +234,7 @@ class DialledSession(Session):
     def _take_from_device(
         self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
     ) -> None:
+        """Settles a call with a value in open device memory; on an error, declines device memory."""
         try:
             there = self._devices.take(value, tickets)
         except Exception as error:
@@ -254,6 +261,7 @@ class DialledSession(Session):
         self._close_in_thread(self._devices.trim())
 
     def _close_in_thread(self, opened: list[OpenMemory]) -> None:
+        """Drops opened memory in a thread, since the device may be slow."""
         if opened:
             self._owner.in_thread_soon(opened.clear)
 
@@ -270,7 +278,7 @@ class DialledSession(Session):
             raise DecodeError(f"a {type(message).__name__} without tickets in a {kind.name}")
         self._pending.pop(call).settle(message)
 
-    def _release(self) -> None:
+    def _end_calls(self) -> None:
         self._close_in_thread(self._devices.end())
         waiting, self._pending = self._pending, {}
         for pending in waiting.values():
@@ -302,6 +310,7 @@ class AcceptedSession(Session):
         self._pause_or_resume()
 
     def _pause_or_resume(self) -> None:
+        """Stops or goes on reading from the peer, by backpressure and rest."""
         if self.open:
             assert self._transport is not None
             if self._backpressure or self._resting:
@@ -310,6 +319,7 @@ class AcceptedSession(Session):
                 self._transport.resume_reading()
 
     def _end_rest(self) -> None:
+        """Reads from the peer again, after a rest of one turn of the event loop."""
         self._resting = False
         self._pause_or_resume()
 
@@ -395,6 +405,9 @@ class AcceptedSession(Session):
                 self._reply(number, reply)
 
     def _spawn(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
+        """Starts an asyncio task that answers a call; beyond many such tasks, reading rests for a turn of the event
+        loop.
+        """
         task = self._owner.tasks.spawn(self._serve(number, answers), name=f"serve {self.peer} {number}")
         self._calls[number] = task
         task.add_done_callback(partial(self._on_served, number))
@@ -408,11 +421,13 @@ class AcceptedSession(Session):
             del self._calls[number]
 
     async def _receive_and_answer(self, incoming: Incoming) -> Reply:
+        """Completes a call with a value, and returns its reply."""
         call = await self._complete(incoming)
         del incoming  # see `_serve`
         return await answer(self._owner.serve, self.peer, call)
 
     async def _serve(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
+        """Answers a call and sends the reply, unless the call was cancelled."""
         answering = answers()  # here, since a task may be cancelled before it runs
         del answers  # the handler alone keeps the value of the call alive
         reply = await answering
@@ -449,7 +464,7 @@ class AcceptedSession(Session):
         value = wire.value_of(reply)
         assert value is not None
         try:
-            hosted = await self._owner.copy_to_host(value, but=self._devices.lendable)
+            hosted = await self._owner.copy_to_host(value, but=self._devices.can_lend)
         except Exception as error:
             # The epoch restarts, and the task meets the error of its device itself.
             log.exception("a %s cannot be copied to the host", type(reply).__name__)
@@ -464,7 +479,7 @@ class AcceptedSession(Session):
         if task is not None:
             task.cancel()
 
-    def _release(self) -> None:
+    def _end_calls(self) -> None:
         self._devices.spoil_all()
         calls, self._calls = self._calls, {}
         for task in calls.values():

@@ -101,12 +101,15 @@ class _DialProgress:
         self.connected = False
 
     def try_endpoint(self, endpoint: str) -> None:
+        """Notes which endpoint is tried now."""
         self.endpoint, self.awaited = endpoint, _DialStep.CONNECTION
 
     def reach(self, awaited: _DialStep) -> None:
+        """Notes that a connection was made, and which step is awaited now."""
         self.awaited, self.connected = awaited, True
 
     def describe_timeout(self, limit_s: float) -> str:
+        """Returns the text of a timeout: which step did not end, and likely causes."""
         return f"{self.endpoint}: {self.awaited.value.format(f'{limit_s:g} s')}"
 
 
@@ -120,6 +123,7 @@ def _idle_bytes() -> int:
 
 
 def _run_logged(work: Callable[[], None]) -> None:
+    """Calls a function that frees memory of a device; logs its error."""
     try:
         work()
     except Exception:  # tasks meet errors of the device themselves
@@ -137,6 +141,7 @@ class _OwnCall(OpenCall):
     calls: dict[_OwnCall, PendingReply]
 
     def on_reply(self, _: int, reply: Reply) -> None:
+        """Settles the call with the node's own reply."""
         if self.calls.pop(self, None) is not None:  # else cancelled
             self.settle(reply)
 
@@ -235,7 +240,7 @@ class StreamTransport:
     # Life.
 
     async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None:
-        """Listens.
+        """Begins to listen, and passes calls of other nodes to `serve`.
 
         Raises:
             TransportError: the node cannot listen, the folder is not private, the path is too long, the TLS files
@@ -254,6 +259,7 @@ class StreamTransport:
         self._trim()
 
     def _trim(self) -> None:
+        """Frees what was idle for long and ends stuck sessions, every `_TRIM_S`."""
         self._pool.trim()
         self.mappings.trim()
         checks = max(2, math.ceil(self._settings.ping_timeout_s / _TRIM_S))
@@ -265,6 +271,7 @@ class StreamTransport:
         self._trimming = asyncio.get_running_loop().call_later(_TRIM_S, self._trim)
 
     async def _listen(self) -> None:
+        """Listens on the unix socket and on TCP, as configured; sets the endpoints."""
         loop = asyncio.get_running_loop()
         found = []
         if self._unix_dir is not None:
@@ -372,10 +379,12 @@ class StreamTransport:
         return session.begin_all(message) if session is not None and session.open else None
 
     def _call_self_now(self, message: Call) -> asyncio.Future[Reply] | None:
+        """Begins a call of the node to itself; None if `Serve` has to be called."""
         reply = answer_now(self.serve, self._node, message)
         return None if reply is None else self._own_call(message, reply)
 
     def _calls_self_now(self, message: Pull) -> list[asyncio.Future[Reply]] | None:
+        """Begins the calls of a pull of the node to itself; None if `ServeNow` has to be called for each."""
         replies = all_now(self.serve, self._node, message)
         if replies is None:
             return None
@@ -388,6 +397,7 @@ class StreamTransport:
         return None
 
     def _own_call(self, message: Call, reply: Reply | PendingReply) -> _OwnCall:
+        """Returns the future of a call of the node to itself, which its reply settles."""
         call = _OwnCall(loop=asyncio.get_running_loop())
         call.calls, call.message, call.listener = self._own_calls, message, None
         if isinstance(reply, PendingReply):
@@ -427,7 +437,7 @@ class StreamTransport:
     # Dialling.
 
     async def _get_session(self, peer: Peer) -> DialledSession:
-        """Dials a session for calls to `peer`. Concurrent callers share it."""
+        """Dials a session for calls to `peer`, and returns it. Concurrent callers share it."""
         dial = self._dials.get(peer.node)
         if dial is None:
             dial = self.tasks.spawn(self._dial(peer, _DialProgress(), probe=False), name=f"dial {peer.node}")
@@ -442,10 +452,12 @@ class StreamTransport:
         return dial.result()
 
     async def _dial(self, peer: Peer, progress: _DialProgress, *, probe: bool) -> DialledSession:
-        """Tries the endpoints in order. Raises PeerGone only if all usable endpoints refuse."""
+        """Tries the endpoints in order; returns the open session. Raises PeerGone only if all usable endpoints
+        refuse.
+        """
         gone, lost = [], []
         for endpoint in peer.endpoints:
-            if not endpoints.usable(endpoint):
+            if not endpoints.can_dial(endpoint):
                 continue
             progress.try_endpoint(endpoint)
             try:
@@ -466,7 +478,7 @@ class StreamTransport:
     async def _dial_patiently(
         self, peer: Peer, endpoint: str, progress: _DialProgress, *, probe: bool
     ) -> DialledSession:
-        """Dials again if the connection breaks during the hello.
+        """Dials one endpoint, again if the connection breaks during the hello; returns the open session.
 
         A dying process loses its connections and its port at slightly different times. The caller should learn that
         the peer is gone, not only lost.
@@ -481,6 +493,9 @@ class StreamTransport:
     async def _dial_endpoint(
         self, peer: Peer, endpoint: str, progress: _DialProgress, *, probe: bool
     ) -> DialledSession:
+        """Connects to one endpoint, and returns its session after the hello. Raises PeerGone, PeerLost or
+        _BrokeInHello.
+        """
         loop = asyncio.get_running_loop()
         try:
             sock = await endpoints.connect(endpoint, self._settings)
@@ -538,6 +553,7 @@ class StreamTransport:
     # Accepting, and calls from sessions.
 
     def _accept(self) -> AcceptedSession:
+        """Makes the session of an accepted connection."""
         hello = Answering(self._token, self._job, self._node)
         return AcceptedSession(self, hello, hello_s=self._settings.connect_s)
 

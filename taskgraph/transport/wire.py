@@ -54,6 +54,7 @@ def with_value(message: Message, value: Encoded) -> Message:
 
 
 def _to_wire(part: Any) -> bytes | Mapping[str, float]:
+    """Returns what a header has of a value, its digest, or of reported numbers, a plain dict."""
     if isinstance(part, Encoded):
         return part.digest
     if isinstance(part, Numbers):
@@ -62,6 +63,7 @@ def _to_wire(part: Any) -> bytes | Mapping[str, float]:
 
 
 def _from_wire(cls: type, part: object) -> Encoded:
+    """Returns a value that has its digest only."""
     if type(part) is not bytes or len(part) != DIGEST_BYTES:
         raise ValueError(f"{cls.__name__}: {DIGEST_BYTES} bytes were expected")
     return Encoded(b"", (), part)

@@ -416,7 +416,7 @@ def a_joiner_puts_its_own_member_key(patch: pytest.MonkeyPatch) -> None:
             await node.coordinator.txn(Txn(success=(Put(key, MemberRecord(writer=node.writer()).to_bytes()),)))
         return reply
 
-    _changed(patch, Serving, "_offer", offer)
+    _changed(patch, Serving, "_take_offer", offer)
 
 
 @plant
@@ -753,7 +753,7 @@ def a_call_from_the_future_does_not_wait(patch: pytest.MonkeyPatch) -> None:
             raise Refused(Reason.NOT_PRIMARY, "")
         return primary.attempt
 
-    patch.setattr(Serving, "_attempt", attempt)
+    patch.setattr(Serving, "_wait_for_attempt", attempt)
 
 
 @plant

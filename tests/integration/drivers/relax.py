@@ -12,7 +12,7 @@ import taskgraph as tg
 from taskgraph.transport import endpoints
 
 if "RELAX_REMOTE" in os.environ:
-    endpoints.usable = lambda endpoint: endpoint.startswith("tcp:")
+    endpoints.can_dial = lambda endpoint: endpoint.startswith("tcp:")
 
 
 class Relax(tg.Task, state=["row"]):

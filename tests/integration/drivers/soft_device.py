@@ -24,7 +24,7 @@ device = SoftDevice(seed=5, races=True, identity=identity.ljust(16) if identity 
 roles.array_module = lambda devices: (device.xp, device)
 
 if "SOFT_DEVICE_REMOTE" in os.environ:
-    endpoints.usable = lambda endpoint: endpoint.startswith("tcp:")
+    endpoints.can_dial = lambda endpoint: endpoint.startswith("tcp:")
 
 SIZE = int(os.environ.get("SOFT_DEVICE_SIZE", "50000"))
 

@@ -29,7 +29,7 @@ def calls_of_a_job(tasks: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(cls, name, counted)
 
     count(Replica, "follow")
-    count(Primary, "share")
+    count(Primary, "adapt_share")
 
     async def scenario(cluster: InProcessCluster) -> int:
         return len((await cluster.result()).values)

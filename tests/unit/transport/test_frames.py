@@ -30,7 +30,7 @@ from taskgraph.transport.frames import (
 from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
-from taskgraph.transport.session import cut
+from taskgraph.transport.session import split_buffers
 
 _START = b"TG" + bytes((PROTOCOL_VERSION,))
 
@@ -67,7 +67,7 @@ class Reading:
         message = wire.from_header(header)
         value = wire.value_of(message)
         if value is not None:
-            value.complete(meta, cut(carried, sizes))
+            value.complete(meta, split_buffers(carried, sizes))
         elif meta or sizes:
             raise DecodeError("a payload where none belongs")
         if call not in self.skip:

@@ -152,8 +152,8 @@ def test_distant_backup_gets_in_sync(monkeypatch: pytest.MonkeyPatch) -> None:
         await first.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 5)
         primary_node = holder(cluster, 0)
         cluster.crash(next(node for node in cluster.nodes if node is not primary_node).id)
-        monkeypatch.setattr(Serving, "_offer", from_far)
-        monkeypatch.setattr(Serving, "_offer_now", lambda *_: None)
+        monkeypatch.setattr(Serving, "_take_offer", from_far)
+        monkeypatch.setattr(Serving, "_take_offer_now", lambda *_: None)
         joined = cluster.add()
         await primary_node.keeper.wait_until(lambda view: joined in view.in_sync(0) or not view.running)
         assert primary_node.keeper.view.stamp is not None

@@ -65,7 +65,7 @@ def never(begun: list[asyncio.Future[Any]]) -> Awaitable[Reply]:
 def test_member_without_memory_gets_offer_each_second(
     slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Serving, "_offer_now", refusing_at(epoch=4, for_s=20.0))
+    monkeypatch.setattr(Serving, "_take_offer_now", refusing_at(epoch=4, for_s=20.0))
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         node = await at_epoch_2(cluster)
