@@ -121,7 +121,7 @@ class _Chaos:
         """Returns node -> pid of the nodes that got SIGKILL and are alive a moment later."""
         until = time.monotonic() + _GONE_S
         while True:
-            left = {node: pid for node, pid in self._killed.items() if node in self._view.nodes and host.alive(pid)}
+            left = {node: pid for node, pid in self._killed.items() if node in self._view.nodes and host.is_alive(pid)}
             if not left or time.monotonic() > until:
                 return left
             await asyncio.sleep(_AGAIN_S / 10)

@@ -41,7 +41,7 @@ from taskgraph.observe.screen import say
 from taskgraph.observe.values_text import values_text
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
-from taskgraph.system.streams import never_wait, settle
+from taskgraph.system.streams import never_wait, wait_until_written
 
 __all__ = ["print_result", "run"]
 
@@ -189,7 +189,7 @@ def print_result(result: JobResult, *, as_json: bool, kept: bool, failures: int 
         failures: how many nodes failed, if the command has followed the job.
         elastic: the job is elastic, and has sums in place of epochs.
     """
-    settle()  # on a terminal the values come after the events
+    wait_until_written()  # on a terminal the values come after the events
     try:
         if as_json or result.values:
             print(result.to_json() if as_json else values_text(result.values), flush=True)

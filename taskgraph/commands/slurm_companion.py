@@ -104,7 +104,7 @@ class _Companion:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         async with self._etcd(own_etcd) as etcd:
-            etcd_ended = etcd.ended() if etcd is not None else asyncio.Event().wait()
+            etcd_ended = etcd.wait_for_end() if etcd is not None else asyncio.Event().wait()
             async with alongside(self._submit(), self._watch(), stopped.wait(), etcd_ended) as waits:
                 submitted, _, stopping, broken = waits
                 await asyncio.wait((submitted, stopping, broken), return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ import uvloop
 from taskgraph.commands.common import FoundJob, on_ending_signals, reach, restore_signals
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError
-from taskgraph.launch.tracing import NodeTrace, Tracer, words_of
+from taskgraph.launch.tracing import NodeTrace, Tracer, every_text
 from taskgraph.observe.screen import say
 from taskgraph.observe.trace import clock
 from taskgraph.observe.trace_file import TraceFile
@@ -197,7 +197,7 @@ def _summary(path: Path, about: dict[str, Any]) -> str:
     foreign = [node["clock_within_us"] for node in nodes if not node["shares_our_clock"]]
     clocks = f"clocks within {max(foreign):.0f} us of each other" if foreign else "all on one clock"
     unit = "step" if "first_step" in about else "epoch"
-    epochs = f"{unit}s {about[f'first_{unit}']} to {about[f'last_{unit}']}{words_of(about['every'])}"
+    epochs = f"{unit}s {about[f'first_{unit}']} to {about[f'last_{unit}']}{every_text(about['every'])}"
     return (
         f"{path}: {epochs}, of job {about['job']}: {sum(node['spans'] for node in nodes)} spans on "
         f"{len(nodes)} nodes, {clocks}. Open it in https://ui.perfetto.dev"

@@ -62,7 +62,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
         ends = _until_collected(follower, path)
         async with (
             shown,
-            alongside(ends, follower.raise_if_broken()) as (ending, broken),
+            alongside(ends, follower.wait_until_broken()) as (ending, broken),
             alongside(_report_nodes(inside, follower, reached.name), _say_without_nodes(follower, spec)),
         ):
             await any_done(ending, broken)

@@ -107,7 +107,7 @@ class Lease(Protocol):
         """Returns why the last renewal failed, in words; "" if it succeeded, or the reason is not known."""
 
     def tick(self) -> None:
-        """Notes that the main loop is alive. Renewal pauses `stall_limit_s` after the last tick, until the next one."""
+        """Notes that the main loop is alive. Renewal stops `stall_limit_s` after the last tick, until the next one."""
 
     async def close(self, *, revoke: bool) -> None:
         """Stops renewing; with `revoke`, deletes the lease and every key on it (best effort, bounded)."""
@@ -125,12 +125,13 @@ class Coordinator(Protocol):
         """Returns the time of the clock of `Lease.valid_until`."""
 
     async def get(self, key: str) -> KeyValue | None:
-        """Reads a key, linearizably."""
+        """Reads a key, linearizably; None: it does not exist."""
 
     async def list(self, prefix: str) -> Listing:
         """Reads all keys under `prefix` at one revision, linearizably."""
 
-    async def txn(self, txn: Txn) -> TxnResult: ...
+    async def txn(self, txn: Txn) -> TxnResult:
+        """Executes a transaction at one revision; returns whether its comparisons held, and what it read."""
 
     def watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yields every event under `prefix` from `start_revision` on, once and in order, across reconnections, which it
@@ -152,4 +153,5 @@ class Coordinator(Protocol):
         0 may also mean that the lease ended, and its keys are not deleted yet.
         """
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends every call, watch and renewal. Leases are not revoked."""

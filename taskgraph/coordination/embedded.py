@@ -153,7 +153,7 @@ class EmbeddedEtcd:
             if "address already in use" not in said or attempt == _PORT_TRIES:
                 raise CoordinationError(f"etcd ({binary}) did not start: {_shorten(_format_log(said), self._folder)}")
 
-    async def ended(self) -> str:
+    async def wait_for_end(self) -> str:
         """Waits until etcd has ended. Returns how it ended, and the last lines of its log."""
         guard = self._guard
         if guard is None:
@@ -189,7 +189,7 @@ class EmbeddedEtcd:
             self._folder.remove()
 
     async def _start_once(self, binary: Path, files: int | None) -> str:
-        """Starts etcd. Returns "" when it answers, or its output if it ended."""
+        """Starts etcd, and waits until it answers. Returns "", or its output if it ended or did not answer."""
         self._folder = held = _new_folder(short=self._private or self._public is not None)
         private = held.path
         client_url, peer_url, endpoint = self._addresses(private)
@@ -240,6 +240,7 @@ class EmbeddedEtcd:
         return f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}", f"127.0.0.1:{client}"
 
     def _command(self, binary: Path, name: str, data: Path, client_url: str, peer_url: str) -> list[str]:
+        """Returns etcd's command line."""
         command = [
             *(str(binary.absolute()), "--name", name, "--data-dir", str(data)),
             *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
@@ -250,7 +251,7 @@ class EmbeddedEtcd:
             *("--snapshot-count", "5000"),
         ]
         if self._public is not None:
-            return [*command, *self._public.words(), *keeping_options(self.version)]
+            return [*command, *self._public.tls_options(), *keeping_options(self.version)]
         if tuple(int(part) for part in self.version.split(".")[:2]) >= (3, 5):
             command.append("--unsafe-no-fsync")
         return command
@@ -341,6 +342,7 @@ async def _wait_for_answer(endpoint: str, name: str, public: Public | None) -> N
 
 
 async def _wait_for_member(endpoint: str, name: str, access: Mapping[str, str]) -> None:
+    """Waits until a member with this name answers at the endpoint."""
     while True:
         with contextlib.suppress(Unavailable):
             async with await EtcdCoordinator.connect(endpoint, timeout_s=_POLL_TIMEOUT_S, **access) as etcd:
@@ -397,6 +399,7 @@ async def version_of(binary: Path) -> str:
 
 
 def _os_error_text(binary: Path, error: OSError) -> str:
+    """Says why a binary cannot be run."""
     if isinstance(error, FileNotFoundError) and binary.exists():
         return "the interpreter or loader that it names is not there"
     return error.strerror or str(error)

@@ -50,6 +50,7 @@ def _die_with_guard(guard: int) -> None:
 
 
 def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Sends a signal to the command's process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, number)
 
@@ -111,6 +112,7 @@ def _cut_log(path: str) -> None:
 
 
 def _show_log(path: str) -> None:
+    """Writes the end of a log to standard error."""
     with contextlib.suppress(OSError), open(path, "rb") as log:
         if (before := os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES) > 0:
             log.seek(before - 1)
@@ -119,6 +121,7 @@ def _show_log(path: str) -> None:
 
 
 def main() -> int:
+    """Runs the command until it ends or must end; returns its exit code."""
     parser = argparse.ArgumentParser(description="Run a command that ends when standard input does.")
     parser.add_argument("--remove", action="append", default=[], help="directory to remove at the end")
     parser.add_argument("--log", help="file for the command's output")

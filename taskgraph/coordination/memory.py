@@ -93,12 +93,14 @@ class MemoryStore:
         return TxnResult(succeeded, self.revision, tuple(reads))
 
     def _is_satisfied(self, compare: Compare) -> bool:
+        """Returns True if a comparison holds."""
         kv = self._keys.get(compare.key)
         if kv is None:
             return compare.revision == 0
         return compare.revision == (kv.mod_revision if compare.target == "mod" else kv.create_revision)
 
     def _put(self, op: Put) -> KeyEvent:
+        """Writes a key, and returns the event; `_publish` then makes the revision."""
         revision = self.revision + 1
         before = self._keys.get(op.key)
         created = before.create_revision if before else revision
@@ -110,6 +112,7 @@ class MemoryStore:
         return KeyEvent("put", kv)
 
     def _delete(self, key: str) -> KeyEvent:
+        """Deletes a key, and returns the event; `_publish` then makes the revision."""
         before = self._keys.pop(key)
         if before.lease:
             self._leases[before.lease].keys.discard(key)
@@ -152,6 +155,7 @@ class MemoryStore:
         )
 
     def subscribe(self, changed: asyncio.Event) -> None:
+        """Sets `changed` whenever there are new events, until `unsubscribe`."""
         self._watchers[changed] = None
 
     def unsubscribe(self, changed: asyncio.Event) -> None:
@@ -165,7 +169,7 @@ class MemoryStore:
     # Leases.
 
     def grant(self, ttl_s: float) -> int:
-        """Grants a lease. The caller then calls `renew_by`."""
+        """Grants a lease. The caller then calls `set_renewals`."""
         self._last_lease += 1
         granted_s = max(MIN_TTL_S, float(math.ceil(ttl_s)))
         self._leases[self._last_lease] = StoredLease(self._last_lease, granted_s, _now(), None)
@@ -173,9 +177,10 @@ class MemoryStore:
         return self._last_lease
 
     def ttl_s(self, lease_id: int) -> float:
+        """Returns the TTL that was granted for a lease."""
         return self._leases[lease_id].ttl_s
 
-    def renew_by(self, lease_id: int, renewals: Callable[[], float] | None) -> None:
+    def set_renewals(self, lease_id: int, renewals: Callable[[], float] | None) -> None:
         """Sets the function that returns the time of the lease's last renewal. None ends renewal."""
         lease = self._leases.get(lease_id)
         if lease is not None:
@@ -228,6 +233,7 @@ class MemoryStore:
             self._timer = asyncio.get_running_loop().call_at(first, self._on_timer)
 
     def _on_timer(self) -> None:
+        """Revokes leases that have ended, and sets the timer again."""
         self._timer = None
         self.expire()
         self._schedule()
@@ -245,10 +251,10 @@ class MemoryLease:
         self._renewed_at = self._ticked_at = _now()
         self._renewing = True
         self._lost = False
-        self._store.renew_by(lease_id, self._last_renewal_at)
+        self._store.set_renewals(lease_id, self._last_renewal_at)
 
     def valid_until(self) -> float:
-        """The loop's time until which the lease is certainly alive."""
+        """Returns the loop's time until which the lease is certainly alive."""
         return self._last_renewal_at() + self.ttl_s
 
     def lost(self) -> bool:
@@ -280,7 +286,7 @@ class MemoryLease:
         if self._renewing:
             self._last_renewal_at()
             self._renewing = False
-            self._store.renew_by(self.id, None)
+            self._store.set_renewals(self.id, None)
 
     def _last_renewal_at(self) -> float:
         """Returns the time of the last renewal: one each fifth of the TTL, if ticks are recent and the lease exists."""
@@ -322,13 +328,13 @@ class MemoryCoordinator:
         return _now()
 
     async def get(self, key: str) -> KeyValue | None:
-        """A linearizable read."""
+        """Reads a key, linearizably; None: it does not exist."""
         await self._begin_call()
         found = self.store.select(key, prefix=False)
         return found[0] if found else None
 
     async def list(self, prefix: str) -> Listing:
-        """A linearizable read of all keys under `prefix`, at one revision."""
+        """Reads all keys under `prefix`, linearizably, at one revision."""
         await self._begin_call()
         return Listing(self.store.revision, self.store.select(prefix, prefix=True))
 
@@ -378,6 +384,7 @@ class MemoryCoordinator:
         self._leases.discard(lease)
 
     def _end(self, why: str) -> None:
+        """Ends this handle: its calls and watches fail with this reason, its leases are no longer renewed."""
         self._end_reason = self._end_reason or why
         for lease in tuple(self._leases):
             lease.stop()
@@ -392,10 +399,12 @@ class MemoryCoordinator:
         self.store.expire()
 
     def _check(self) -> None:
+        """Raises Unavailable if this handle has ended."""
         if self._end_reason:
             raise Unavailable(f"the coordinator in memory cannot be used: {self._end_reason}")
 
     async def _watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
+        """Yields events as they come, each batch after a random delay."""
         changed = asyncio.Event()
         self.store.subscribe(changed)
         position = start_revision

@@ -42,7 +42,7 @@ async def open_coordinator(where: str, access: Mapping[str, str]) -> Coordinator
         from taskgraph.coordination.etcd import EtcdCoordinator  # gRPC: only where etcd is used
 
         return await EtcdCoordinator.connect(where, **access)
-    function = _function(scheme, where)
+    function = _find_connect(scheme, where)
     try:
         return await function(where, **access)
     except TaskGraphError:
@@ -61,7 +61,7 @@ async def opened(where: str, access: Mapping[str, str]) -> AsyncIterator[Coordin
         await coordinator.close()
 
 
-def _function(scheme: str, where: str) -> Callable[..., Awaitable[Coordinator]]:
+def _find_connect(scheme: str, where: str) -> Callable[..., Awaitable[Coordinator]]:
     """Returns the function that an installed package offers for a scheme."""
     from importlib.metadata import entry_points  # it takes longer to import than a command for etcd should
 

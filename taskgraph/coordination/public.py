@@ -32,7 +32,7 @@ class Public:
     def scheme(self) -> str:
         return "https" if self.tls else "http"
 
-    def words(self) -> list[str]:
+    def tls_options(self) -> list[str]:
         """Returns etcd's options for TLS."""
         if not self.tls:
             return []
@@ -53,7 +53,7 @@ def address_of(host: str) -> str:
 
 
 def keeping_options(version: str) -> list[str]:
-    """What etcd needs in order to find all that it has acknowledged when it starts again after SIGKILL.
+    """Returns the options by which an etcd that starts again after SIGKILL finds all that it has acknowledged.
 
     etcd 3.5.0 to 3.5.2 may write to its store that an entry of the log was applied before it is (etcd's issue 13766):
     killed just then, it never applies it, and a member of a cluster disagrees with the others from then on. So the

@@ -131,6 +131,7 @@ class ViewKeeper:
             self._cancel_notify_timer()
 
     async def _watch(self, start: int) -> None:
+        """Applies the events of the watch to the view, and notifies, until the history is gone."""
         view = self.view
         async for batch in self._coordinator.watch(view.keys.root, start):
             structure, epoch = view.structure_revision, view.epoch
@@ -154,6 +155,7 @@ class ViewKeeper:
             self._notify_timer = asyncio.get_running_loop().call_later(wait_s, self._notify_from_timer)
 
     def _cancel_notify_timer(self) -> None:
+        """Cancels the timer of a notification that waits for the end of a pause."""
         if self._notify_timer is not None:
             self._notify_timer.cancel()
             self._notify_timer = None
@@ -171,6 +173,7 @@ class ViewKeeper:
             raise errors.exceptions[0] from None
 
     async def _relist_on_change(self, prefix: str) -> None:
+        """Watches one prefix for ever, and lists the job after each change."""
         while True:
             try:
                 async for batch in self._coordinator.watch(prefix, self.view.revision + 1):
@@ -217,7 +220,9 @@ class ViewKeeper:
             await self._read_until(lambda view: view.revision >= revision, future)
 
     async def _read_until(self, predicate: Callable[[JobView], bool], waiting: asyncio.Future[None]) -> None:
-        """Waits for the future of a predicate. Re-reads etcd after `refresh_s`, or the pause after the last re-read."""
+        """Waits until a wait ends, or the time has come to re-read etcd, and re-reads it if the predicate does not
+        hold.
+        """
         rests_s = self._read_pause_ends_at - self._coordinator.now()
         timer = asyncio.get_running_loop().call_later(max(self._refresh_s, rests_s), _finish_wait, waiting)
         try:
@@ -251,6 +256,7 @@ class ViewKeeper:
             asyncio.get_running_loop().call_soon(self._notify_soon)
 
     def _notify_soon(self) -> None:
+        """Calls `notify`, in a later turn of the event loop than `notify_later`, or at the end of the pause."""
         self._notify_scheduled = False
         wait_s = self._pause_ends_at - self._coordinator.now()
         if wait_s <= 0:
@@ -295,6 +301,7 @@ class ViewKeeper:
         self._pause_ends_at = until + pause_after(until - since)
 
     def _notify_revision_waiters(self) -> None:
+        """Ends the waits for revisions that the view has reached."""
         waiters = self._revision_waiters
         while waiters and waiters[0][0] <= self.view.revision:
             future = heapq.heappop(waiters)[2]
@@ -302,6 +309,7 @@ class ViewKeeper:
                 future.set_result(None)
 
     def _notify(self, waiters: _Waiters, listeners: list[Callable[[], None]]) -> None:
+        """Ends those of these waits whose predicates hold, and calls these listeners."""
         view = self.view
         for future, predicate in tuple(waiters.items()):
             if future.done() or predicate(view):
@@ -318,5 +326,6 @@ def pause_after(took_s: float) -> float:
 
 
 def _finish_wait(waiting: asyncio.Future[None]) -> None:
+    """Ends a wait, unless it has ended."""
     if not waiting.done():
         waiting.set_result(None)

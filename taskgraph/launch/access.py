@@ -61,7 +61,9 @@ class Access:
 
 
 def configured(name: str) -> str | None:
-    """Returns a value from the environment (`TASKGRAPH_ETCD`), else from `taskgraph.toml` in the working directory."""
+    """Returns a value from the environment (`TASKGRAPH_ETCD`), else from `taskgraph.toml` in the working directory;
+    None: neither has it.
+    """
     given = os.environ.get(f"TASKGRAPH_{name.upper()}")
     if given:
         return given

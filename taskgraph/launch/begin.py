@@ -48,6 +48,7 @@ def options() -> list[str]:
 
 
 def _main() -> None:
+    """Runs the module that the first argument names, with this taskgraph."""
     ours = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     found = importlib.util.find_spec("taskgraph")
     # Only if needed: a directory of installed packages in front of all others would hide modules of Python.

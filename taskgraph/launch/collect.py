@@ -16,7 +16,7 @@ from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
 from taskgraph.results import SET_ASIDE, VALUE, EpochReport, Failed, JobResult, json_pieces, user_codec_of
 
-__all__ = ["assemble", "complete", "copies", "damaged", "mib", "size_bytes"]
+__all__ = ["assemble", "copies", "damaged_tasks", "is_complete", "mib", "size_bytes"]
 
 _HOST_BYTES = 64 << 20
 _ETCD_BYTES = 1 << 20
@@ -26,12 +26,12 @@ _NUMBERS = 1 << 20
 takes 60 times the memory of an array."""
 
 
-def complete(found: Sequence[TaskResult], tasks: int) -> bool:
+def is_complete(found: Sequence[TaskResult], tasks: int) -> bool:
     """Says whether these are the results of all tasks, of one (epoch, attempt)."""
     return sorted(r.task for r in found) == list(range(tasks)) and len({(r.epoch, r.attempt) for r in found}) == 1
 
 
-def damaged(found: Sequence[TaskResult]) -> list[int]:
+def damaged_tasks(found: Sequence[TaskResult]) -> list[int]:
     """Returns the tasks whose values do not match their digests."""
     return [r.task for r in found if r.value is not None and not verify(r.value)]
 
@@ -47,7 +47,7 @@ def assemble(
     """Makes the `JobResult`: merges the reports of all tasks, and keeps their values.
 
     Args:
-        found: the results of all tasks, of one epoch and attempt (`complete`).
+        found: the results of all tasks, of one epoch and attempt (`is_complete`).
         primaries: the last ones; they count the failovers.
     """
     log, last = ReportLog(), dict[int, PlainRows]()
@@ -89,6 +89,7 @@ def assemble(
 
 
 def _failed(pieces: Iterable[tuple[int, int, str, str]]) -> tuple[Failed, ...]:
+    """Makes the `Failed` objects of pieces that were set aside."""
     return tuple(Failed(piece, node, text, pass_number) for pass_number, piece, node, text in pieces)
 
 

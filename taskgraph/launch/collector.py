@@ -22,7 +22,7 @@ from msgspec import structs
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
-from taskgraph.launch.collect import assemble, complete, copies, damaged, size_bytes
+from taskgraph.launch.collect import assemble, copies, damaged_tasks, is_complete, size_bytes
 from taskgraph.launch.follow import Follower, client_of, if_etcd_answers
 from taskgraph.launch.kept import KeptJob, collected_record, lost_text
 from taskgraph.launch.runtime import Runtime
@@ -91,8 +91,8 @@ class Collector(Follower):
             newest = max(((each.attempt, each.epoch) for each in kept.values()), default=None)
             kept = {task: each for task, each in kept.items() if (each.attempt, each.epoch) == newest}
             found = list(kept.values())
-            if complete(found, self._spec.tasks):
-                broken = damaged(found)
+            if is_complete(found, self._spec.tasks):
+                broken = damaged_tasks(found)
                 if not broken:
                     await self.report_last_events()
                     return found
@@ -187,6 +187,7 @@ class Collector(Follower):
             return collecting.result() if collecting.done() else None
 
     def assemble(self, found: list[TaskResult], wall_s: float) -> JobResult:
+        """Makes the job's result from the results of its tasks."""
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
 
     async def let_go(self, found: list[TaskResult], result: JobResult) -> None:

@@ -105,6 +105,7 @@ def remove_entry(path: Path) -> None:
 
 
 def _unlock(path: Path) -> None:
+    """Unlocks an entry, if this process has locked it."""
     if (descriptor := _own.pop(path, None)) is not None:
         os.close(descriptor)
 
@@ -155,6 +156,7 @@ def locked(path: Path, wait_s: float = 0.0) -> Iterator[bool]:
 
 
 def _lock(file: int) -> bool:
+    """Locks an open file. Returns False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -183,21 +183,24 @@ class Follower:
             self._services.append(loop.create_task(self._follow_leader(on_event), name="commits"))
             self._services.append(loop.create_task(self._report_incidents(), name="incidents"))
 
-    async def raise_if_broken(self) -> None:
-        """Waits until one of the services that follow the job fails, and raises its error. Does not end otherwise."""
+    async def wait_until_broken(self) -> None:
+        """Waits until a service that follows the job fails, and raises its error."""
         done, _ = await asyncio.wait(self._services, return_when=asyncio.FIRST_COMPLETED)
         for service in done:
             await service
 
     async def stop(self) -> None:
+        """Ends following."""
         await cancel_and_wait(*self._services)
         self._services.clear()  # their frames refer to this object
 
     async def _follow_kept(self) -> None:
+        """Reports the events in etcd, as they come."""
         async for event in follow_events(self._coordinator, self._spec.name):
             self._report(event)
 
     def _report(self, event: Event) -> None:
+        """Passes an event to `on_event`, unless it was passed before."""
         # Other followers word the cost of the same failure with their own times of commits.
         known = (event.at, event.node, str(event.fields.get("node")) if event.kind == FAILOVER else event.text)
         if self._on_event is None or known in self._reported:
@@ -220,6 +223,7 @@ class Follower:
                     await self._keep(event)
 
     async def _keep(self, event: Event) -> None:
+        """Writes the report of a failover to the job's events in etcd."""
         key = self.view.keys.event(f"{event.at:017.6f}-{event.kind}-{event.fields['node']}")
         try:
             await self._coordinator.txn(put_events(self.view.keys, self._run_at, [(key, event)]))
@@ -266,17 +270,21 @@ class Follower:
             await self.keeper.wait_until(lambda v: v.leading_node in v.nodes, structure=True)
             node = self.view.leading_node
             assert node is not None
-            commits = self._commits(self.view.nodes[node].record, last, on_event)
-            async with alongside(self._other_leader(node), commits) as (changed, streaming):
+            commits = self._stream_commits(self.view.nodes[node].record, last, on_event)
+            async with alongside(self._wait_for_other_leader(node), commits) as (changed, streaming):
                 await any_done(changed, streaming)
                 if streaming.done():
                     last = max(last, streaming.result())
                     await asyncio.sleep(_RETRY_S)
 
-    async def _other_leader(self, node: str) -> None:
+    async def _wait_for_other_leader(self, node: str) -> None:
+        """Waits until another node leads."""
         await self.keeper.wait_until(lambda view: view.leading_node != node, structure=True)
 
-    async def _commits(self, record: NodeRecord, last: int, on_event: Callable[[Event], None]) -> int:
+    async def _stream_commits(self, record: NodeRecord, last: int, on_event: Callable[[Event], None]) -> int:
+        """Passes on the events that the leader streams, commits after epoch `last` too; returns the last epoch when the
+        stream ends.
+        """
         try:
             async with client_of(record, self._token, self._tls) as client:
                 async for event, _ in client.events(follow=True):

@@ -70,7 +70,7 @@ class ForkServer:
 
     async def __aenter__(self) -> ForkServer:
         if self._fork:
-            self._process, self._socket = await self._started()
+            self._process, self._socket = await self._start_process()
         return self
 
     async def __aexit__(
@@ -85,10 +85,10 @@ class ForkServer:
             self._socket.close()
             self._socket = None
         if process is not None:
-            await _ended(process)
+            await _end_process(process)
         remove_file(self._log)
 
-    async def _started(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    async def _start_process(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
         """Starts a process that loads what a node needs, and then serves requests.
 
         Raises:
@@ -126,7 +126,7 @@ class ForkServer:
         try:
             output = _log_file(log_path)
             try:
-                process = await (self._forked if self._fork else self._new)(config, (read_end, output))
+                process = await (self._fork_node if self._fork else self._start_alone)(config, (read_end, output))
             finally:
                 os.close(output)
         except BaseException:
@@ -136,14 +136,15 @@ class ForkServer:
             os.close(read_end)
         return NodeProcess(process, write_end, log_path)
 
-    async def _new(self, config: NodeConfig, fds: tuple[int, int]) -> Child:
-        """Starts a process that becomes the node."""
-        process, asked = await self._started()
+    async def _start_alone(self, config: NodeConfig, fds: tuple[int, int]) -> Child:
+        """Starts a process that becomes the node, and returns it."""
+        process, asked = await self._start_process()
         with asked:
             _ask(asked, config, fds, fork=False)
         return process
 
-    async def _forked(self, config: NodeConfig, fds: tuple[int, int]) -> Child:
+    async def _fork_node(self, config: NodeConfig, fds: tuple[int, int]) -> Child:
+        """Has the fork server fork a node, and returns the node's process. If cancelled, ends both."""
         if self._socket is None or self._process is None:
             raise NotStarted("no node can be started: the fork server has ended")
         with adopting():
@@ -163,6 +164,7 @@ class ForkServer:
                 raise
 
     async def _answer(self, asked: socket.socket) -> dict[str, object]:
+        """Reads the fork server's answer: the node's process id, or an error."""
         said, loop = b"", asyncio.get_running_loop()
         while not said.endswith(b"\n"):
             try:
@@ -176,6 +178,7 @@ class ForkServer:
         return answer
 
     def _output_text(self) -> str:
+        """Returns what the fork server printed, for an error."""
         with contextlib.suppress(OSError):
             if text := self._log.read_bytes()[-_SAID_BYTES:].decode(errors="replace").strip():
                 return f"; it said:\n{text}"
@@ -197,6 +200,7 @@ async def _end_all(process: asyncio.subprocess.Process, answering: asyncio.Futur
 
 
 def _ask(asked: socket.socket, config: NodeConfig, fds: tuple[int, int], *, fork: bool) -> None:
+    """Sends the request to start a node, with two descriptors: its pipe and its output."""
     request = json.dumps({"config": dataclasses.asdict(config), "fork": fork}).encode() + b"\n"
     with contextlib.suppress(BrokenPipeError):  # it has ended: reading the answer shows that
         socket.send_fds(asked, [request], fds)
@@ -207,7 +211,7 @@ def _log_file(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
+async def _end_process(process: asyncio.subprocess.Process) -> None:
     """Waits for a process that is about to end, or kills it."""
     try:
         async with asyncio.timeout(_END_S):

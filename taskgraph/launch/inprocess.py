@@ -19,7 +19,7 @@ from taskgraph.device.cuda import device_count
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, error_text
 from taskgraph.jobs import Job
-from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.collect import assemble, is_complete
 from taskgraph.launch.kept import job_failed, resume_hint
 from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.node.garbage import searching_garbage_less_often
@@ -38,10 +38,10 @@ from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 
 T = TypeVar("T")
 
-__all__ = ["InProcessCluster", "arun_inprocess", "ended_by_users"]
+__all__ = ["InProcessCluster", "arun_inprocess", "ended_loop_error"]
 
 
-def ended_by_users(error: BaseException, job: str) -> JobFailed | None:
+def ended_loop_error(error: BaseException, job: str) -> JobFailed | None:
     """Makes the error for an event loop that the job's own code ended; None: it did not."""
     if isinstance(error, asyncio.CancelledError):
         text = str(cancelled_by_user_error(""))
@@ -57,6 +57,8 @@ def ended_by_users(error: BaseException, job: str) -> JobFailed | None:
 
 @dataclasses.dataclass
 class _Member:
+    """One node of the cluster, and what belongs to it."""
+
     node: NodeLife
     coordinator: MemoryCoordinator
     events: EventLog
@@ -136,6 +138,7 @@ class InProcessCluster:
         return node_id
 
     async def _run(self, node: NodeLife, coordinator: MemoryCoordinator) -> None:
+        """Runs a node to its end; its first error fails the job."""
         try:
             await node.run()
         except Exception as error:
@@ -187,7 +190,7 @@ class InProcessCluster:
         began = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
-                status = await self._ended()
+                status = await self._wait_for_end()
                 if status.state != State.FINISHED:
                     raise job_failed(self.spec.name, status)
                 found = await self._collect_or_fail()
@@ -198,7 +201,7 @@ class InProcessCluster:
         view = self.living[0].keeper.view
         return assemble(self.spec.name, found, view.primaries.values(), time.monotonic() - began)
 
-    async def _ended(self, going_on: tuple[str, ...] = (State.RUNNING,)) -> StatusRecord:
+    async def _wait_for_end(self, going_on: tuple[str, ...] = (State.RUNNING,)) -> StatusRecord:
         """Waits until the state is none of `going_on`, and returns the status."""
 
         async def watch() -> StatusRecord:
@@ -219,16 +222,20 @@ class InProcessCluster:
 
     async def _collect_or_fail(self) -> list[TaskResult]:
         """Returns the results, or raises JobFailed: a `result()` that raises fails a finished job."""
-        async with alongside(self._collect(), self._ended((State.RUNNING, State.FINISHED))) as (collecting, failing):
+        async with alongside(self._collect(), self._wait_for_end((State.RUNNING, State.FINISHED))) as (
+            collecting,
+            failing,
+        ):
             await any_done(collecting, failing)
             if collecting.done():
                 return collecting.result()
             raise job_failed(self.spec.name, failing.result())
 
     async def _collect(self) -> list[TaskResult]:
+        """Asks the living nodes again and again, until they have the results of all tasks; returns these."""
         while True:
             found = [result for node in self.living for result in await self._results_of(self._members[node.id])]
-            if complete(found, self.job.all_tasks):
+            if is_complete(found, self.job.all_tasks):
                 return found
             await asyncio.sleep(0.01)  # a takeover is under way
 

@@ -29,7 +29,7 @@ from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, Tas
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.standing import StalledLoop, stall_text, stopped
+from taskgraph.launch.standing import StalledLoop, is_stopped, stall_text
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
 from taskgraph.network.listening import NOWHERE, Listening
 from taskgraph.node.config import NodeConfig
@@ -73,6 +73,8 @@ _REPLACEMENTS = 5
 
 @dataclasses.dataclass
 class _Process:
+    """A node's process, and how it ended."""
+
     name: str
     node_id: str
     process: Child
@@ -147,6 +149,7 @@ class LocalNodes:
                 await self._start(server, f"n{number}", own, among)
 
     def _forkserver(self) -> contextlib.AbstractAsyncContextManager[ForkServer]:
+        """Returns a context with a fork server: the one given for the first nodes, or a new one."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             return contextlib.aclosing(ahead)
@@ -176,6 +179,7 @@ class LocalNodes:
                 await asyncio.sleep(UNKNOWN_PAUSE_S)
 
     async def _start(self, server: ForkServer, name: str, devices: str | None, among: int, early: int = 0) -> None:
+        """Starts one node, and begins to watch its process."""
         assert self._sockets is not None
         config = NodeConfig(
             job=self._entry.name,
@@ -205,13 +209,14 @@ class LocalNodes:
             sharing=among,
             early=early,
         )
-        _keep(self._watches, self._watch(entry), f"watch {name}")
+        _start_task(self._watches, self._watch(entry), f"watch {name}")
 
     async def _spawn(self, server: ForkServer, config: NodeConfig, log_path: Path) -> NodeProcess:
         return await server.start(config, log_path)
 
     @property
     def alive(self) -> int:
+        """How many of the nodes run."""
         return sum(1 for p in self._processes.values() if p.code is None)
 
     def ids(self) -> frozenset[str]:
@@ -219,6 +224,7 @@ class LocalNodes:
         return frozenset(p.node_id for p in self._processes.values())
 
     def pids(self) -> dict[str, int]:
+        """Returns the process ids of the nodes that run."""
         return {p.name: p.process.pid for p in self._processes.values() if p.code is None}
 
     def logs(self) -> dict[str, Path]:
@@ -237,13 +243,13 @@ class LocalNodes:
         """Returns the end of a node's log."""
         path = self._processes[name].log_path
         try:
-            return "\n".join(_end_of(path, _TAIL_BYTES).splitlines()[-_TAIL_LINES:])
+            return "\n".join(_read_end(path, _TAIL_BYTES).splitlines()[-_TAIL_LINES:])
         except OSError as error:
             return f"({path} cannot be read: {error})"
 
     @property
-    def stands(self) -> tuple[str, ...]:
-        """Says which event loops stand still, or did when their node ended: one line each."""
+    def stalls(self) -> tuple[str, ...]:
+        """Texts about the nodes whose event loop stands still, or did when they ended."""
         return tuple(entry.stall for entry in self._processes.values() if entry.stall)
 
     async def _report_stalls(self, entry: _Process) -> None:
@@ -251,7 +257,7 @@ class LocalNodes:
         standing = StalledLoop(entry.folder, entry.process.pid)
         while True:
             await asyncio.sleep(_LOOK_S)
-            if (found := standing.look(time.monotonic())) is None:
+            if (found := standing.find_stalled_call(time.monotonic())) is None:
                 if not standing.reported:
                     entry.stall = ""
                 continue
@@ -314,13 +320,14 @@ class LocalNodes:
             )
             entry.death = record
             log.info("node %s (process %d) %s", entry.name, entry.process.pid, record.how_it_ended)
-            _keep(self._writing_ends, self._write_gone(entry.node_id, record), f"write the end of {entry.name}")
+            _start_task(self._writing_ends, self._write_gone(entry.node_id, record), f"write the end of {entry.name}")
             if not self._stopping and self._replace():
-                _keep(self._replacing, self._take_its_place(entry), f"replace {entry.name}")
+                _start_task(self._replacing, self._replace_dead(entry), f"replace {entry.name}")
         shutil.rmtree(entry.folder, ignore_errors=True)
-        self._runtime.node_ended(self._entry.name, entry.log_path)
+        self._runtime.note_node_ended(self._entry.name, entry.log_path)
 
-    async def _take_its_place(self, dead: _Process) -> None:
+    async def _replace_dead(self, dead: _Process) -> None:
+        """Starts another node in place of a dead one, and waits for processes that the dead one left."""
         await self._start_another(dead)
         # While a node is started, this process adopts orphans: those of the dead node would stay zombies.
         await reap_session(dead.process.pid)
@@ -427,29 +434,29 @@ class LocalNodes:
         most = until + code_s
         while self.alive and time.monotonic() < min(until, most):
             await self.wait(_RETRY_S)
-            if self._running():
+            if self._running_code():
                 until = time.monotonic() + timeout_s
         for entry in self._processes.values():
             death = entry.death
             if death is not None and not death.intended and any(ran.where == "teardown" for ran in death.running_code):
                 log.warning("node %s %s: what that was to save may not be there", entry.name, death.how_it_ended)
 
-    def _running(self) -> dict[str, tuple[RunningCode, ...]]:
+    def _running_code(self) -> dict[str, tuple[RunningCode, ...]]:
         """Returns the user code that nodes run, by their names; not of nodes that a signal halted."""
         found = {}
         for entry in self._processes.values():
-            if entry.code is None and not stopped(entry.process.pid):
+            if entry.code is None and not is_stopped(entry.process.pid):
                 left = lastwords.read(entry.folder)
                 if left is not None and left.ran:
                     found[entry.name] = left.ran
         return found
 
-    def _starts(self, name: str) -> bool:
-        """True if no key of a node has been seen yet."""
+    def _is_starting(self, name: str) -> bool:
+        """Returns True if a node's key has not been seen in etcd yet."""
         return any(each.name == name and each.registered_at == math.inf for each in self._processes.values())
 
     async def leave(self, within_s: float) -> None:
-        """Lets every node hand over and leave; after `within_s` it gets SIGKILL."""
+        """Asks every node to hand over and leave; kills those that have not after `within_s`."""
         self._stopping = True
         await cancel_and_wait(*self._replacing)
         self._ask_to_leave()
@@ -470,10 +477,10 @@ class LocalNodes:
                 await self.wait(grace_s)
         finally:  # also if this is cancelled; a node that is stopped (SIGSTOP) obeys nothing but SIGKILL
             if self._ended_well:
-                running = self._running()
+                running = self._running_code()
                 for name in self.pids():
                     ran = f" while it runs {' and '.join(map(str, running[name]))}" if name in running else ""
-                    if not ran and self._starts(name):
+                    if not ran and self._is_starting(name):
                         log.info("node %s was still starting when the job ended", name)
                         continue
                     log.warning("node %s has not ended with the job, and is killed%s", name, ran)
@@ -515,14 +522,15 @@ def pause_before_another(early: int) -> float | None:
     return _REPLACE_S * 2 ** (early - 1) if early else 0.0
 
 
-def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:
-    """Starts a task, and keeps it in a set until it is done."""
+def _start_task(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:
+    """Starts an asyncio task, which is in the set `tasks` until it is done."""
     task = asyncio.get_running_loop().create_task(work, name=name)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
 
 
-def _end_of(path: Path, size_bytes: int) -> str:
+def _read_end(path: Path, size_bytes: int) -> str:
+    """Reads the last bytes of a file, as text."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - size_bytes))
         return file.read().decode(errors="replace")
@@ -531,6 +539,6 @@ def _end_of(path: Path, size_bytes: int) -> str:
 def _crash_place(log_path: Path, number: int) -> str:
     """Returns the line of Python at which this signal ended a node; "": its log does not say."""
     try:
-        return lastwords.crash_place(_end_of(log_path, _CRASH_BYTES), number)
+        return lastwords.crash_place(_read_end(log_path, _CRASH_BYTES), number)
     except OSError:
         return ""

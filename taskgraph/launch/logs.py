@@ -47,6 +47,8 @@ def passing_on(show: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Handler(logging.Handler):
+    """Passes each log record, as text, to a function."""
+
     def __init__(self, show: Callable[[str], object]) -> None:
         super().__init__()
         self._show = show
@@ -83,6 +85,7 @@ class LogTails:
         self._open()
 
     def _open(self) -> None:
+        """Opens the logs of nodes that are new."""
         for name, path in self._logs().items():
             if name not in self._opened:
                 self._opened.add(name)
@@ -114,6 +117,7 @@ class LogTails:
             self._pass_on(name, rest)
 
     def _pass_on(self, name: str, line: bytes) -> None:
+        """Shows a line, or the part of it before a line of the framework."""
         ours = _OURS.search(line)  # perhaps after output without a line end
         line = line[: ours.start()] if ours else line
         if line or not ours:
@@ -141,6 +145,7 @@ def has_user_lines(folder: Path) -> bool:
 
 
 def _last_lines(path: Path) -> Iterator[bytes]:
+    """Yields the last lines of a log; none if it is not there."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _CHUNK))

@@ -30,7 +30,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
 
-__all__ = ["Resume", "begin", "complete", "plan"]
+__all__ = ["Resume", "begin", "finish_checkpoint", "plan"]
 
 log = logging.getLogger("taskgraph")
 
@@ -74,8 +74,10 @@ async def plan(
     changed = resume == "changed"
     expected = dataclasses.replace(_expected(spec), any_servers=True, any_driver=changed, epochs=spec.epochs)
     store = Store(spec.checkpoint, expected)
-    pointer, attempt = await _known(coordinator, spec, before)
-    checkpoints = await _look_in_thread(store, partial(_look, store, pointer, bool(resume)), spec.name, timeout_s)
+    pointer, attempt = await _known_to_etcd(coordinator, spec, before)
+    checkpoints = await _look_in_thread(
+        store, partial(_list_checkpoints, store, pointer, bool(resume)), spec.name, timeout_s
+    )
     if pointer is not None and not checkpoints.names and not fresh:
         raise CheckpointError(
             f"job {spec.name!r} left the checkpoint {pointer} in {store}, as etcd says, and there is none now: is that "
@@ -94,6 +96,7 @@ async def plan(
 
 
 def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
+    """Raises JobError if the options contradict each other or the job."""
     if not isinstance(resume, bool) and resume != "changed":
         raise JobError(
             f"resume={resume!r}: must be True, False, or 'changed' (from a checkpoint of a driver that was changed "
@@ -109,7 +112,7 @@ def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
 
 
 def _which_text(spec: JobSpec, store: Store, checkpoints: _Checkpoints) -> str:
-    """Makes the error that asks: go on from the checkpoints, or start at epoch 0?"""
+    """Returns the text of the error that asks: go on from the checkpoints, or start at epoch 0?"""
     ways = "continue from there (--resume, resume=True), or start from the beginning (--fresh, fresh=True"
     if not checkpoints.current:
         ways = "they are of an earlier run than the last; start from the beginning (--resume or --fresh"
@@ -142,7 +145,9 @@ def _warn_of_beginning(spec: JobSpec, store: Store, newest: Name | None, *, unfi
 
 
 async def _with_services(store: Store, checkpoints: _Checkpoints, spec: JobSpec) -> _Checkpoints:
-    """Writes the usable checkpoint again if a table has another number of servers now."""
+    """Writes the usable checkpoint again if a table has another number of servers now; returns the checkpoints with
+    that one.
+    """
     before = checkpoints.usable.manifest
     if before is None or before.services == spec.services:
         return checkpoints
@@ -165,7 +170,9 @@ async def _with_services(store: Store, checkpoints: _Checkpoints, spec: JobSpec)
 def _go_on(
     spec: JobSpec, start_point: StartPoint, store: Store, checkpoints: _Checkpoints, attempt: int
 ) -> tuple[JobSpec, StartPoint]:
-    """Begins at the newest usable checkpoint; `attempt`: the last one that etcd knows."""
+    """Returns the spec and start point of a job that goes on from its newest usable checkpoint; `attempt`: the last one
+    in etcd.
+    """
     found = checkpoints.usable
     if found.manifest is None:
         raise CheckpointError(_unusable_text(store, checkpoints))
@@ -237,8 +244,9 @@ async def begin(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint
         threads.close()
 
 
-async def complete(spec: JobSpec, pointer: CheckpointRecord) -> None:
-    """Writes the final manifest of a checkpoint that the pointer names, if its writer died before. Only logs an error.
+async def finish_checkpoint(spec: JobSpec, pointer: CheckpointRecord) -> None:
+    """Writes the final manifest of a checkpoint that the pointer names, if its writer died before. An error is only
+    logged.
 
     A job whose etcd ends with it can be resumed from there only then.
     """
@@ -255,10 +263,11 @@ async def complete(spec: JobSpec, pointer: CheckpointRecord) -> None:
 
 
 def _expected(spec: JobSpec) -> ExpectedJob:
+    """Returns the job that a checkpoint must be of."""
     return ExpectedJob(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, services=spec.services)
 
 
-async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:
+async def _known_to_etcd(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:
     """Returns the checkpoint that the pointer of the run `before` names in etcd, and its last attempt.
 
     If that run kept its checkpoints in another directory, its pointer does not count.
@@ -277,7 +286,9 @@ async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | Non
 async def _look_in_thread(
     store: Store, look: Callable[[], _Checkpoints], job: str, timeout_s: float | None
 ) -> _Checkpoints:
-    """Looks at a directory in a thread that can be left behind if the directory hangs. Reports a slow one."""
+    """Reads a directory in a thread that can be left behind if the directory hangs, and returns its checkpoints.
+    Reports a slow one.
+    """
     threads = PooledThreads("checkpoints", limit=1)
     looking = threads.run(look)
     try:
@@ -316,7 +327,7 @@ class _Checkpoints:
         return [name for name in self.names if name.series == self.series]
 
 
-def _look(store: Store, pointer: str | None, resume: bool) -> _Checkpoints:
+def _list_checkpoints(store: Store, pointer: str | None, resume: bool) -> _Checkpoints:
     """Lists the checkpoints; for a resumed job it also finds the usable one."""
     try:
         if pointer is not None:

@@ -134,9 +134,9 @@ def run(
     except (asyncio.CancelledError, RuntimeError) as error:
         if nodes:
             raise
-        from taskgraph.launch.inprocess import ended_by_users
+        from taskgraph.launch.inprocess import ended_loop_error
 
-        if failed := ended_by_users(error, name or job.name):
+        if failed := ended_loop_error(error, name or job.name):
             raise failed from None
         raise
 
@@ -251,7 +251,7 @@ async def _on_nodes(
     async with AsyncExitStack() as stack:
         runtime = Runtime()
         if not stack.enter_context(runtime.claim(spec.name)) or runtime.find(spec.name) is not None:
-            raise _running_here(runtime, spec.name)
+            raise _running_here_error(runtime, spec.name)
         runtime.remove(spec.name)  # what a launcher that was killed left
         embedded = ahead = None
         if etcd is None:
@@ -279,7 +279,7 @@ async def _on_nodes(
         runtime.put(entry)
         stack.callback(runtime.remove, spec.name)
         stack.push_async_callback(follower.stop)
-        etcd_ended = embedded.ended if embedded is not None else None
+        etcd_ended = embedded.wait_for_end if embedded is not None else None
         supervisor = Supervisor(
             spec,
             entry,
@@ -335,7 +335,8 @@ async def _cancel_unbegun(
         )
 
 
-def _running_here(runtime: Runtime, name: str) -> JobRunning:
+def _running_here_error(runtime: Runtime, name: str) -> JobRunning:
+    """Makes the error for a job whose name runs on this host already."""
     known = runtime.find(name)
     whose = f" (started by process {known.pid})" if known is not None else ""
     return JobRunning(
@@ -371,5 +372,6 @@ def result(name: str, etcd: str | None = None) -> JobResult:
 
 
 async def _kept(name: str, etcd: str) -> KeptJob | None:
+    """Returns what etcd has of a job; None: there is no such job."""
     async with opened(etcd, etcd_access()) as coordinator:
         return await find_kept(coordinator, name)

@@ -63,7 +63,8 @@ class Runtime:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             _check_private(self.root)
 
-    def _made(self, path: Path) -> Path:
+    def _make_folder(self, path: Path) -> Path:
+        """Makes a private folder, with those above it in the runtime directory, and returns it."""
         for part in (self.root, *(p for p in (*reversed(path.parents), path) if self.root in p.parents)):
             try:
                 part.mkdir(mode=0o700, exist_ok=True)
@@ -76,11 +77,11 @@ class Runtime:
 
     def folder(self, name: str) -> Path:
         """Makes and returns the job's folder."""
-        return self._made(self._checked_folder(name))
+        return self._make_folder(self._checked_folder(name))
 
     def placed(self) -> Path:
         """Makes and returns the folder for what `submit --on` remembers."""
-        return self._made(self.root / "placed")
+        return self._make_folder(self.root / "placed")
 
     def _checked_folder(self, name: str) -> Path:
         """Returns the job's folder, which may not exist. Raises JobError if the name cannot name a folder."""
@@ -100,7 +101,7 @@ class Runtime:
         self._checked_folder(name)
         base = self.root / "s"
         if may_hold_sockets(base, _MAX_PATH - _SOCKET_PATH):
-            return LockedFolder(self._made(base), "")
+            return LockedFolder(self._make_folder(base), "")
         return LockedFolder(Path("/tmp"), "taskgraph-s-")
 
     def claim(self, name: str) -> AbstractContextManager[bool]:
@@ -108,12 +109,13 @@ class Runtime:
         return self._locked(f"job-{self._checked_folder(name).name}")
 
     def _locked(self, lock: str, wait_s: float = 0.0) -> AbstractContextManager[bool]:
-        return locked(self._made(self.root / "locks") / lock, wait_s)
+        """Locks a file among `locks` for a block, which gets False if another process has it locked for `wait_s`."""
+        return locked(self._make_folder(self.root / "locks") / lock, wait_s)
 
     # -- jobs that run ------------------------------------------------------------------------------------------
 
     def put(self, entry: JobEntry) -> None:
-        """Writes a job's first entry. Removes what killed launchers left, except for the last few."""
+        """Writes a job's first entry. Removes the folders of killed launchers, except for the last few."""
         self._forget_stale()
         write_entry(self.folder(entry.name) / "job.json", entry)
 
@@ -190,6 +192,7 @@ class Runtime:
         return found
 
     def _folders(self) -> list[Path]:
+        """Returns the folders of all jobs."""
         return sorted(path for path in (self.root / "jobs").glob("*") if path.is_dir())
 
     def _entry(self, folder: Path) -> JobEntry | None:
@@ -199,6 +202,7 @@ class Runtime:
 
     @staticmethod
     def _files(folder: Path) -> list[Path]:
+        """Returns the paths of a job's entries; the first need not exist."""
         return [folder / "job.json", *sorted(folder.glob("launcher-*.json"))]
 
     def _forget_stale(self) -> None:
@@ -213,6 +217,7 @@ class Runtime:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _is_stale(self, folder: Path) -> bool:
+        """Returns True if no launcher of a job's folder lives."""
         try:
             entry = self._entry(folder)
         except TaskGraphError:
@@ -237,7 +242,7 @@ class Runtime:
         folder = self._checked_folder(name)
         return folder if any(folder.glob("n*.log")) else None
 
-    def node_ended(self, name: str, log_path: Path) -> None:
+    def note_node_ended(self, name: str, log_path: Path) -> None:
         """Notes that a node of the job has ended, and removes the oldest logs of such nodes.
 
         Nodes may come and go for as long as the job runs.
@@ -263,7 +268,7 @@ class Runtime:
             OSError: the record could not be written. The logs are kept all the same, if possible.
         """
         self._checked_folder(name)
-        folder = self._made(self.root / "finished")
+        folder = self._make_folder(self.root / "finished")
         file = folder / f"{name}.json"
         try:
             if kept.result or not kept.run or self.finished(name, kept.run) is None:
@@ -307,7 +312,7 @@ class Runtime:
             for path in (self.root / "jobs" / name).glob("*.log"):
                 with contextlib.suppress(FileNotFoundError):  # another launcher did not wait for the lock
                     if path.stat().st_size:
-                        path.rename(self._made(folder) / path.name)
+                        path.rename(self._make_folder(folder) / path.name)
             with contextlib.suppress(OSError):  # there are no logs, or the disk is full
                 (folder / _RUN).write_text(run)
 
@@ -340,6 +345,7 @@ def _run_of(logs: Path) -> str:
 
 
 def _check_private(folder: Path) -> None:
+    """Raises TaskGraphError unless a folder is the user's own, and only the user may enter it."""
     found = folder.lstat()
     if found.st_uid != os.getuid():  # the user cannot remove it, or had better not
         raise TaskGraphError(
@@ -354,6 +360,7 @@ def _check_private(folder: Path) -> None:
 
 
 def _written_at(path: Path) -> float:
+    """Returns when a file was written; 0: it is not there."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:  # another launcher removed it

@@ -34,6 +34,7 @@ class JobProgress(Progress):
         self.end()
 
     async def _tick(self) -> None:
+        """Shows new lines of logs, and the progress, until cancelled."""
         while True:
             await asyncio.sleep(_TICK_S)
             if self._log_tails is not None:
@@ -41,6 +42,7 @@ class JobProgress(Progress):
             self.tick()
 
     def end(self, reports: Sequence[EpochReport] = ()) -> None:
+        """Shows the rest of the logs, and ends the progress."""
         if self._log_tails is not None:
             tails, self._log_tails = self._log_tails, None
             tails.close()

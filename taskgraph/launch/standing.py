@@ -16,20 +16,20 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.records import RunningCode, State, StatusRecord
 from taskgraph.system import host
 
-__all__ = ["StalledLoop", "stall_text", "stopped", "with_stalls"]
+__all__ = ["StalledLoop", "is_stopped", "stall_text", "with_stalls"]
 
 STANDS_S = 3.0
 """No coroutine of a healthy program holds the loop for as long, and the lease ends soon after."""
 
 
 class StalledLoop:
-    """Remembers what the loop of one process ran at the last look.
+    """Finds calls in which the event loop of one process stands still, from what it ran when it was last looked at.
 
     Args:
         folder: where the process keeps its last words.
 
     Attributes:
-        reported: the call that the loop is in was returned by `look`.
+        reported: the call that the loop is in was returned by `find_stalled_call`.
         in_thread: a thread runs that call.
     """
 
@@ -41,10 +41,12 @@ class StalledLoop:
         self.reported = False
         self.in_thread = False
 
-    def look(self, now: float) -> tuple[RunningCode, float] | None:
-        """Returns a call that the loop has been in for `STANDS_S` or more, and for how long; each call once."""
+    def find_stalled_call(self, now: float) -> tuple[RunningCode, float] | None:
+        """Returns the call that the loop has been in for `STANDS_S` or more, and for how long; each call once. None: no
+        such call.
+        """
         runs = lastwords.call_on_loop(self._folder)
-        if runs is None or stopped(self._pid):  # a process that a signal halted stands still wherever it is
+        if runs is None or is_stopped(self._pid):  # a process that a signal halted stands still wherever it is
             self._order, self.reported = None, False
         elif runs.order != self._order:
             self._order, self._since, self.reported = runs.order, now, False
@@ -55,6 +57,7 @@ class StalledLoop:
 
 
 def stall_text(name: str, ran: RunningCode, for_s: float, *, in_thread: bool = False) -> str:
+    """Says that a node's event loop stands still, in which code, and what to do."""
     if in_thread:
         return (
             f"{ran} has held up all of {name} for {for_s:.0f} s, and others take that for dead: it keeps the "
@@ -74,6 +77,6 @@ def with_stalls(status: StatusRecord, stands: Iterable[str]) -> StatusRecord:
     return structs.replace(status, reason="\n".join((status.reason, *lines)))
 
 
-def stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Says whether a signal or a debugger halted this process."""
     return host.state(pid) in ("T", "t")

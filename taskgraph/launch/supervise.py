@@ -18,7 +18,7 @@ from taskgraph.launch.follow import DELETED, find_kept, if_etcd_answers, node_st
 from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.kept import KeptJob, job_failed
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.resuming import complete
+from taskgraph.launch.resuming import finish_checkpoint
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stalls
 from taskgraph.network.listening import NOWHERE, Listening
@@ -154,6 +154,7 @@ class Supervisor:
             await self._finish(grace_s, others_s)
 
     async def _start(self, count: int) -> None:
+        """Starts the nodes; if a process cannot be started, ends the job and raises JobFailed."""
         try:
             await self._nodes.start(count)
         except NotStarted as error:
@@ -161,10 +162,12 @@ class Supervisor:
             raise JobFailed(str(error), job=self._spec.name) from error
 
     async def _result(self) -> tuple[list[TaskResult], JobResult]:
-        """Waits for the first end: of the job, of all nodes, of etcd, or of the follower."""
-        stops = [self._no_node_left(), self._follower.raise_if_broken()]
+        """Waits for the job's end, and returns its results. Raises if all nodes or etcd end first, or the job cannot be
+        followed.
+        """
+        stops = [self._fail_without_nodes(), self._follower.wait_until_broken()]
         if self._etcd_ended is not None:
-            stops.append(self._no_etcd(self._etcd_ended))
+            stops.append(self._fail_without_etcd(self._etcd_ended))
         async with alongside(self._collect_at_end()) as (ending,), alongside(*stops) as stopped:
             await any_done(ending, *stopped)
             if not ending.done() and (not self._without_etcd or not self._follower.view.running):
@@ -183,7 +186,7 @@ class Supervisor:
         status = await self._follower.wait_for_end()
         if status.state != State.FINISHED:
             await self._follower.report_last_events()
-            raise self._with_resume_hint(job_failed(self._spec.name, with_stalls(status, self._nodes.stands)))
+            raise self._with_resume_hint(job_failed(self._spec.name, with_stalls(status, self._nodes.stalls)))
         async with alongside(self._failed_after_all(), self._follower.results()) as (failed, collecting):
             await any_done(failed, collecting)
             if failed.done():
@@ -193,14 +196,18 @@ class Supervisor:
         return found, self._follower.assemble(found, time.monotonic() - self._began)
 
     async def _failed_after_all(self) -> StatusRecord:
-        """Waits for a finished job to fail: a `result()` may raise. A job that was rolled back runs again."""
+        """Waits for a finished job to fail, since a `result()` raised; returns its status. A job that was rolled back
+        runs again.
+        """
         keeper, going_on = self._follower.keeper, (State.FINISHED, State.RUNNING)
         await keeper.wait_until(lambda v: v.status is None or v.status.record.state not in going_on, structure=True)
         status = keeper.view.status
         return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
 
-    async def _no_node_left(self) -> None:
-        """Raises JobFailed when every node started here has ended, and no other node is there or may come back."""
+    async def _fail_without_nodes(self) -> None:
+        """Waits until every node started here has ended, and no other node is there or may come back; then raises
+        JobFailed.
+        """
         await self._nodes.wait(None)
         keeper, run = self._follower.keeper, self._spec.run
         await keeper.refresh()  # the watch may be late
@@ -278,7 +285,8 @@ class Supervisor:
             error.add_note(self._follower.resume_hint())
         return error
 
-    async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
+    async def _fail_without_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
+        """Waits until the job's own etcd has ended; then raises JobFailed."""
         self._without_etcd = how = await ended()
         kept = self._runtime.kept_logs(self._spec.name)
         lost = "the job cannot end" if self._spec.elastic else "no epoch can commit"
@@ -292,11 +300,13 @@ class Supervisor:
         )
 
     async def _timed_out(self, timeout_s: float) -> JobTimeout:
+        """Ends a job that reached its time limit, and makes the error."""
         what = f"did not end within {timeout_s:g} s; {await self._waits()}"
         await self._try_to_end(f"it {what}", State.FAILED)
         return self._with_resume_hint(JobTimeout(f"job {self._spec.name!r} {what}", job=self._spec.name))
 
     async def _waits(self) -> str:
+        """Says what the job waits for."""
         view = self._follower.view
         if view.finished:
             why = self._follower.unreachable or "`result()` of some task was still at work, or they were on their way"
@@ -327,10 +337,11 @@ class Supervisor:
             return
         ours = self._nodes.ids()
         left = keeper.wait_until(lambda view: view.live_nodes(run).keys() <= ours, structure=True)
-        async with alongside(left, self._no_etcd(self._etcd_ended)) as waits:
+        async with alongside(left, self._fail_without_etcd(self._etcd_ended)) as waits:
             await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _finish(self, grace_s: float, others_s: float) -> None:
+        """Ends all nodes here, and keeps on this host how the job ended."""
         follower = self._follower
         await self._nodes.stop(grace_s, tell=not self._without_etcd)
         if not self._without_etcd:  # else the last known view is kept
@@ -339,7 +350,7 @@ class Supervisor:
             await self._wait_for_others(others_s)
         view, status = follower.view, follower.status
         if self._etcd_ended is not None and view.checkpoint is not None and not follower.finished:
-            await complete(self._spec, view.checkpoint.record)
+            await finish_checkpoint(self._spec, view.checkpoint.record)
         collected = follower.kept.result or follower.kept.not_kept
         if follower.finished and self._uncollected and not collected:
             await (self._use_collected() if view.collected else self._note_uncollected())
@@ -399,6 +410,7 @@ def _log_tails(nodes: LocalNodes) -> str:
 
 
 def _death_text(code: int, death: GoneRecord | None) -> str:
+    """Says how a node ended, and while which code ran."""
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     if death is not None and death.out_of_memory:
         how = f"was {death.reason}"
@@ -449,7 +461,11 @@ async def launch_nodes(
         leaves = _leave_when(leave, nodes, spec.setting("drain_s"))
         async with (
             alongside(nodes.wait(None)) as (gone,),
-            alongside(_collect_at_end(follower, gone), follower.raise_if_broken(), leaves) as (ending, broken, leaving),
+            alongside(_collect_at_end(follower, gone), follower.wait_until_broken(), leaves) as (
+                ending,
+                broken,
+                leaving,
+            ),
         ):
             gone.add_done_callback(lambda _: follower.keeper.notify_later())
             await any_done(ending, gone, broken, leaving)
@@ -512,5 +528,6 @@ async def _collect_at_end(follower: Collector, gone: asyncio.Future[None]) -> tu
 
 
 async def _leave_when(leave: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:
+    """Lets the nodes leave once `leave` is set."""
     await leave.wait()
     await nodes.leave(within_s + _NODE_END_S)

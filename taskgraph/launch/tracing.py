@@ -24,7 +24,7 @@ from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import cancel_and_wait
 from taskgraph.transport.endpoints import host_key
 
-__all__ = ["NodeTrace", "Tracer", "every_of", "words_of"]
+__all__ = ["NodeTrace", "Tracer", "every_of", "every_text"]
 
 _READINGS = 16
 """Round trips to a node's clock: the shortest counts."""
@@ -131,7 +131,7 @@ class Tracer:
         """
         view = self._keeper.view
         if not view.running:
-            raise JobError(f"the job does not run ({_state(view)}): only a running job can be traced")
+            raise JobError(f"the job does not run ({_state_text(view)}): only a running job can be traced")
         if not self.every:
             self.every = await self._find_every()
         stop = self._keeper.on_change(self._trace_new_nodes, structure=True)
@@ -165,7 +165,7 @@ class Tracer:
     @property
     def range_text(self) -> str:
         """The traced epochs as text: `epochs 30 to 50, one of 5`."""
-        return f"{self.unit}s {self.first} to {self.until - 1}{words_of(self.every)}"
+        return f"{self.unit}s {self.first} to {self.until - 1}{every_text(self.every)}"
 
     def _trace_new_nodes(self) -> None:
         """Begins to trace nodes that joined."""
@@ -229,7 +229,7 @@ class Tracer:
             if now >= give_up_at:
                 await cancel_and_wait(*waiting.values())
                 for node in waiting:
-                    self._lacks(self.nodes[node], "it does not answer")
+                    self._note_missing(self.nodes[node], "it does not answer")
             elif now >= say_at:
                 names = ", ".join(sorted(self.nodes[node].record.name for node in waiting))
                 if names != said:
@@ -249,7 +249,7 @@ class Tracer:
                     while (chunk := await call.next()) is not None:
                         trace.epoch = chunk.epoch
                         trace.lost += chunk.lost
-                        self._take(trace, chunk.spans)
+                        self._keep_spans(trace, chunk.spans)
                         trace.heard = True
                         trace.whole = trace.epoch >= self.until > 0
                         if chunk.over:
@@ -258,13 +258,14 @@ class Tracer:
                             await call.finish()
                     else:
                         raise PeerLost(f"node {trace.record.name} ended without a last word")
-            if not trace.whole and not self.ended_early and await self._runs():
+            if not trace.whole and not self.ended_early and await self._is_job_running():
                 trace.missing = f"it left at {self.unit} {trace.epoch}: what others did for it since"
         except TaskGraphError as error:
             if not trace.whole:
-                self._lacks(trace, str(error))
+                self._note_missing(trace, str(error))
 
-    def _take(self, trace: NodeTrace, spans: bytes) -> None:
+    def _keep_spans(self, trace: NodeTrace, spans: bytes) -> None:
+        """Keeps spans of a node; ends the trace early if there are too many."""
         if spans:
             trace.chunks.append(spans)
         self._bytes += len(spans)
@@ -272,11 +273,12 @@ class Tracer:
             self._say(f"the trace has {self._bytes >> 20} MiB of spans, and ends here")
             self.end_early()
 
-    def _lacks(self, trace: NodeTrace, why: str) -> None:
+    def _note_missing(self, trace: NodeTrace, why: str) -> None:
+        """Notes which part of a node's spans the trace lacks, and why."""
         what = f"what it did from {self.unit} {trace.epoch} on" if trace.epoch >= 0 else "all it did"
         trace.missing = f"{trace.missing}; and {what}: {why}" if trace.missing else f"{what}: {why}"
 
-    async def _runs(self) -> bool:
+    async def _is_job_running(self) -> bool:
         """Returns True if the job runs. Reads etcd: a node may know of the end before our view does."""
         if self._keeper.view.running:
             with contextlib.suppress(Unavailable):
@@ -298,11 +300,12 @@ def every_of(epochs: int, rate: float, replicas: int, hosts: int) -> int:
     return max(1, math.ceil(rate * replicas / (_TRACED * max(hosts, 1))))
 
 
-def words_of(every: int) -> str:
+def every_text(every: int) -> str:
     """Says in words which epochs of a range are traced."""
     return f", one of {every}" if every > 1 else ""
 
 
-def _state(view: JobView) -> str:
+def _state_text(view: JobView) -> str:
+    """Says in which state a job is that does not run."""
     status = view.status
     return status.record.state + (f": {status.record.reason}" if status.record.reason else "") if status else "deleted"

@@ -42,6 +42,8 @@ class Validity(NamedTuple):
 
 
 class _Certificate(NamedTuple):
+    """What this module reads of a certificate."""
+
     issuer: bytes
     subject: bytes
     kind: str
@@ -65,7 +67,9 @@ def unfit_for_grpc(ca: bytes, cert: bytes) -> str:
 
 
 def validities(ca: bytes, cert: bytes) -> tuple[Validity | None, Validity | None]:
-    """Returns when our authority is valid, and when the first of our chain to end is; None for what cannot be read."""
+    """Returns the validities of our authority, and of the certificate of our chain that ends first; None for what
+    cannot be read.
+    """
     ours, authorities = _read(ca, cert)
     return (
         # A renewed authority is there twice by the same name: the one that ends later counts.
@@ -85,6 +89,7 @@ def _read(ca: bytes, cert: bytes) -> tuple[list[_Certificate], list[_Certificate
 
 
 def _certificates(pem: bytes) -> Iterator[_Certificate]:
+    """Yields the certificates of a PEM file. Raises ValueError or IndexError for others than DER's."""
     for found in _PEM.finditer(pem):
         whole = _parts(binascii.a2b_base64(found[1]))[0][1]
         fields = _parts(_parts(whole)[0][1])
@@ -98,13 +103,14 @@ def _certificates(pem: bytes) -> Iterator[_Certificate]:
 
 
 def _time(tag: int, text: str) -> float:
+    """Returns a DER time as unix time."""
     if tag == _UTC_TIME:
         text = f"{20 if text < '5' else 19}{text}"
     return datetime.datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=datetime.UTC).timestamp()
 
 
 def _parts(der: bytes) -> list[tuple[int, bytes]]:
-    """Returns tag and content of each value of a sequence."""
+    """Returns tag and content of each value of a DER sequence."""
     found, at = [], 0
     while at < len(der):
         tag, size, at = der[at], der[at + 1], at + 2

@@ -53,14 +53,16 @@ class Listening:
             raise JobError(f"--advertise {self.advertise}: must be a name or an address that others can dial, no port")
 
     def _range(self) -> range:
+        """Returns the range of ports. Raises JobError if `ports` is none, or too small for a node."""
         first, dash, last = (part.strip() for part in self.ports.partition("-"))
         if not (dash and _is_number(first) and _is_number(last) and 1 <= int(first) <= int(last) <= _LAST_PORT):
             raise JobError(f"--ports {self.ports}: must read FIRST-LAST, two ports between 1 and {_LAST_PORT}")
         found = range(int(first), int(last) + 1)
-        self._enough(found, 1)
+        self._check_enough(found, 1)
         return found
 
-    def _enough(self, found: range, nodes: int) -> None:
+    def _check_enough(self, found: range, nodes: int) -> None:
+        """Raises JobError if the range has too few ports for this many nodes."""
         if len(found) < _OF_A_NODE * nodes:
             whose = "a node takes" if nodes == 1 else f"{nodes} nodes on this host take"
             raise JobError(f"--ports {self.ports} are {len(found)}: {whose} {_OF_A_NODE * nodes}")
@@ -68,9 +70,9 @@ class Listening:
     def check(self, nodes: int) -> None:
         """Raises JobError if the range has too few ports for this many nodes of one host."""
         if self.ports:
-            self._enough(self._range(), nodes)
+            self._check_enough(self._range(), nodes)
 
-    def to_try(self) -> Sequence[int]:
+    def ports_to_try(self) -> Sequence[int]:
         """Returns the ports in the order to try them, from a random one on.
 
         So nodes that start together ask for different ports, and a node of another job does not take the port of a node

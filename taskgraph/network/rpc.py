@@ -29,7 +29,7 @@ import grpc.aio
 
 from taskgraph.errors import CoordinationError, class_name
 
-__all__ = ["aio_channel", "alive", "answered", "close", "forget_frames", "within"]
+__all__ = ["aio_channel", "await_answer", "close", "forget_frames", "living_channels", "wait_within"]
 
 T = TypeVar("T")
 
@@ -75,9 +75,10 @@ async def close(channel: grpc.aio.Channel) -> None:
     await channel.close(None)
 
 
-def alive() -> list[object]:
-    """Channels that still exist, closed ones too. Searches for gRPC's inner object, which calls hold and which allows
-    no weak reference; by its class's name, since its module is private to gRPC."""
+def living_channels() -> list[object]:
+    """Returns gRPC's inner objects of all channels that still exist, closed ones too. They are found by their class's
+    name: they allow no weak reference, and their module is private to gRPC.
+    """
     return [found for found in gc.get_objects() if class_name(type(found)) == _INNERMOST]
 
 
@@ -97,6 +98,7 @@ def forget_frames(error: BaseException, before: BaseException | None) -> None:
 
 
 def _now_open() -> list[object]:
+    """Returns the open channels; tries again if another thread changes them meanwhile."""
     while True:
         try:
             return list(_open)
@@ -104,8 +106,9 @@ def _now_open() -> list[object]:
             continue
 
 
-async def answered(call: Awaitable[T], timeout_s: float) -> T:
-    """Awaits the answer of a call without gRPC's own timeout; cancels the call after `timeout_s`.
+async def await_answer(call: Awaitable[T], timeout_s: float) -> T:
+    """Waits for the answer of a call, and returns it; without gRPC's own timeout, but cancels the call after
+    `timeout_s`.
 
     gRPC's timeout uses `time.time`, which user code may replace: if that stands still, every call times out at once.
 
@@ -114,7 +117,7 @@ async def answered(call: Awaitable[T], timeout_s: float) -> T:
     """
     answering = asyncio.ensure_future(call)
     try:
-        if await within(answering, timeout_s):
+        if await wait_within(answering, timeout_s):
             return answering.result()
     finally:
         answering.cancel()
@@ -123,18 +126,21 @@ async def answered(call: Awaitable[T], timeout_s: float) -> T:
     raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, nothing, nothing, "Deadline Exceeded")
 
 
-async def within(work: asyncio.Future[Any], timeout_s: float | None) -> bool:
-    """Returns True if the work is done in time. Time in which the event loop stood still does not count."""
+async def wait_within(work: asyncio.Future[Any], timeout_s: float | None) -> bool:
+    """Waits until the work is done, or the time is over; returns whether it is done. Time in which the event loop stood
+    still does not count.
+    """
     if not work.done():
-        await _until(work, timeout_s)
+        await _wait_for(work, timeout_s)
     if not work.done():
-        await _until(work, _MORE_S)
+        await _wait_for(work, _MORE_S)
     return work.done()
 
 
-async def _until(work: asyncio.Future[Any], timeout_s: float | None) -> None:
-    """Returns when the work is done, or the time is over. Not `asyncio.wait`: since Python 3.14 its frame holds the
-    waiting task, so that a cancelled task is in a cycle with the channel of its call."""
+async def _wait_for(work: asyncio.Future[Any], timeout_s: float | None) -> None:
+    """Waits until the work is done, or the time is over. Not by `asyncio.wait`: since Python 3.14 its frame refers to
+    the waiting task, so that a cancelled task is in a cycle with the channel of its call.
+    """
     loop = asyncio.get_running_loop()
     over = loop.create_future()
     wake = partial(_set, over)
@@ -154,22 +160,25 @@ def _set(future: asyncio.Future[None], _: object = None) -> None:
 
 
 def _before_fork() -> None:
+    """Collects channels in cycles; notes the channels that the child inherits all the same."""
     global _some
     _fork.held = []
     if not _some:
         return
     held = _now_open()
-    if not held and alive():
+    if not held and living_channels():
         gc.collect()
-        held = alive()
+        held = living_channels()
     _fork.held, _some = held, bool(held)
 
 
 def _after_in_parent() -> None:
+    """Forgets the channels that a child inherited."""
     _fork.held = []
 
 
 def _after_in_child() -> None:
+    """Keeps inherited channels from being destroyed, and forbids new ones."""
     global _inherited
     for channel in _fork.held:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))  # else Python destroys it at its end

@@ -105,6 +105,7 @@ class Tls:
         return tuple(found)
 
     def _make(self, *, server: bool) -> ssl.SSLContext:
+        """Makes a context of one side from the files. Raises TransportError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # The hello proves the node, and is bound to the connection (`channel_binding`); a host's name would prove less:
@@ -144,6 +145,7 @@ class Tls:
             raise _unusable(self._refused_file(error), _why(error) + self._name_advice(error, host)) from error
 
     def _name_advice(self, error: ssl.SSLError, host: str) -> str:
+        """Returns what to do about a certificate for another name; "" for other errors."""
         if "mismatch" not in str(error):
             return ""
         if not self.name:
@@ -182,6 +184,7 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(files._configuration(), ask, require_client_authentication=True)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Returns the files that were read last, for a gRPC server."""
         ca, cert, key = self._read
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
@@ -263,6 +266,7 @@ def advice(error: Exception) -> str:
 
 
 def _why(error: OSError) -> str:
+    """Returns the reason in an error of OpenSSL or of the system, as text."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     if isinstance(error, ssl.SSLError):
@@ -293,7 +297,7 @@ def check_listener(host: str, tls: bool, insecure: bool) -> None:
     Raises:
         TransportError: says what to do.
     """
-    if not host or tls or insecure or _loopback(host):
+    if not host or tls or insecure or _is_loopback(host):
         return
     raise TransportError(
         f"refusing to listen on {host} without TLS: others on that network could read and change what nodes send. "
@@ -301,7 +305,8 @@ def check_listener(host: str, tls: bool, insecure: bool) -> None:
     )
 
 
-def _loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
+    """Returns True if all addresses of a host are loopback's. Raises TransportError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -229,7 +229,7 @@ async def _run(
             digesting=begin_digest,
             unix_dir=folder,
             tcp_host=listening.host or None,
-            tcp_ports=listening.to_try(),
+            tcp_ports=listening.ports_to_try(),
             advertise=listening.advertised or None,
             tls=tls,
             insecure=listening.insecure,
@@ -249,7 +249,7 @@ async def _run(
             control=await control.start(
                 unix_path=folder / "c" if folder is not None else None,
                 tcp_host=listening.host or None,
-                tcp_ports=listening.to_try(),
+                tcp_ports=listening.ports_to_try(),
                 advertise=listening.advertised or None,
                 tls=tls,
                 insecure=listening.insecure,

@@ -335,7 +335,7 @@ class ControlClient:
             response_deserializer=reply.FromString,
         )
         try:
-            found = await rpc.answered(call(request, metadata=self._metadata), timeout_s)
+            found = await rpc.await_answer(call(request, metadata=self._metadata), timeout_s)
             self._answered = True
             return self._require_message(method, found)
         except grpc.aio.AioRpcError as error:

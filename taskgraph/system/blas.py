@@ -33,10 +33,10 @@ class OpenBlas:
 
 def openblas_here() -> list[OpenBlas]:
     """Returns the OpenBLAS libraries that this process has loaded; none where they cannot be found."""
-    return [known for path in _loaded() if (known := _opened(path)) is not None]
+    return [known for path in _loaded_paths() if (known := _open_library(path)) is not None]
 
 
-def _loaded() -> Iterator[str]:
+def _loaded_paths() -> Iterator[str]:
     """Yields the paths of loaded libraries of that name; on systems without /proc those of numpy's wheel."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
@@ -50,7 +50,8 @@ def _loaded() -> Iterator[str]:
 
 
 @functools.cache
-def _opened(path: str) -> OpenBlas | None:
+def _open_library(path: str) -> OpenBlas | None:
+    """Returns a loaded library by its path; None: it has none of OpenBLAS's functions."""
     with contextlib.suppress(OSError):
         library = ctypes.CDLL(path)
         for prefix, suffix in itertools.product(_PREFIXES, _SUFFIXES):

@@ -71,14 +71,15 @@ def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Writes a file at once, as `whole_file` does."""
+    """Writes all of a file at once, as `whole_file` does."""
     with whole_file(path, mode) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def chosen_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a whole file at a path that a user chose, with the mode of the file that is there, or by the umask.
+    """Opens a file at a path that a user chose, as `whole_file` does, with the mode of the file that is there, or by
+    the umask.
 
     Links are followed. A pipe or a device stays, and gets all of the text when the block ends.
 
@@ -97,7 +98,7 @@ def chosen_file(path: Path) -> Iterator[BinaryIO]:
                 error.filename = str(path)
                 raise
         return
-    with whole_file(_target(path), 0o666 if found is None else 0o600) as file:
+    with whole_file(_real_path(path), 0o666 if found is None else 0o600) as file:
         if found is not None:
             os.fchmod(file.fileno(), stat.S_IMODE(found))
         yield file
@@ -119,7 +120,7 @@ def why_unwritable(path: Path) -> str:
         return "it is a directory"
     if found is not None and not stat.S_ISREG(found):
         return "" if os.access(path, os.W_OK) else "it may not be written to"
-    folder = _target(path).parent
+    folder = _real_path(path).parent
     if not folder.is_dir():
         return f"there is no directory {folder if path.is_symlink() else path.parent}"
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"no file can be made in {folder}"
@@ -133,7 +134,8 @@ def _mode(path: Path) -> int | None:
         return None
 
 
-def _target(path: Path) -> Path:
+def _real_path(path: Path) -> Path:
+    """Returns the path behind links."""
     return Path(os.path.realpath(path))
 
 
@@ -151,13 +153,13 @@ class LockedFolder:
     def __init__(self, base: Path, prefix: str) -> None:
         for left in base.glob(f"{prefix}*"):
             with contextlib.suppress(OSError):
-                if left.lstat().st_uid == os.getuid() and (held := _held(left)) is not None:
+                if left.lstat().st_uid == os.getuid() and (held := _lock_folder(left)) is not None:
                     shutil.rmtree(left, ignore_errors=True)
                     os.close(held)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
             try:
-                self._held = _held(self.path)
+                self._held = _lock_folder(self.path)
             except FileNotFoundError:  # another process removed it before it was locked
                 continue
             except OSError as error:  # a file system without locks: the folder is never removed by others
@@ -170,6 +172,7 @@ class LockedFolder:
                 os.close(self._held)
 
     def remove(self) -> None:
+        """Removes the folder with all that is in it, and unlocks it."""
         shutil.rmtree(self.path, ignore_errors=True)
         held, self._held = self._held, None
         if held is not None:
@@ -201,12 +204,13 @@ def restore_folder(folder: Path) -> int | None:
 
 
 def _check_owner(folder: Path, *users: int) -> None:
+    """Raises PermissionError unless this is a folder of one of these users."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in users:
         raise PermissionError(errno.EPERM, "it must be a directory of your own", str(folder))
 
 
-def _held(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """Locks a folder, and returns its descriptor; None: another process has locked it."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
-    "alive",
     "all_cores",
     "allowed_cores",
     "boot_id",
@@ -21,6 +20,7 @@ __all__ = [
     "cores",
     "group_members",
     "has_proc",
+    "is_alive",
     "is_first_process",
     "memory_bytes",
     "oom_kills",
@@ -129,7 +129,7 @@ def is_first_process() -> bool:
     return os.getpid() == 1
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Says whether a process of this id runs. A process that ended and was not waited for does not."""
     try:
         os.kill(pid, 0)

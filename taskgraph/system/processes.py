@@ -107,6 +107,7 @@ def end_children() -> None:
 
 
 def _has_children() -> bool:
+    """Returns True if this process has children, also zombies."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -167,6 +168,7 @@ def _kill_and_reap(pid: int) -> None:
 
 
 def _reap(pid: int) -> None:
+    """Takes a child's exit code, if it has ended, so that no zombie stays."""
     with contextlib.suppress(ChildProcessError):  # other code has
         os.waitpid(pid, os.WNOHANG)
 
@@ -179,7 +181,7 @@ class AdoptedChild:
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._pid = pid
         self._fd = os.pidfd_open(pid)  # it is readable when the process has ended
-        self._loop.add_reader(self._fd, self._look)
+        self._loop.add_reader(self._fd, self._on_readable)
 
     @property
     def pid(self) -> int:
@@ -194,7 +196,8 @@ class AdoptedChild:
         """Waits for the end; returns the exit code."""
         return await asyncio.shield(self._ended)
 
-    def _look(self) -> None:
+    def _on_readable(self) -> None:
+        """Sets the exit code once the child has ended; the event loop calls this when the pidfd is readable."""
         try:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
         except ChildProcessError:
@@ -252,16 +255,19 @@ def adopting() -> Iterator[None]:
 
 
 def _subreaper() -> int:
+    """Returns whether this process adopts orphans (1) or not (0)."""
     found = ctypes.c_int()
     _prctl(_GET_CHILD_SUBREAPER, ctypes.byref(found))
     return found.value
 
 
 def _set_subreaper(value: int) -> None:
+    """Sets whether this process adopts orphans of its descendants."""
     _prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(value))
 
 
 def _prctl(what: int, value: object) -> None:
+    """Calls Linux's `prctl`; raises OSError."""
     none = ctypes.c_ulong(0)
     if ctypes.CDLL(None, use_errno=True).prctl(what, value, none, none, none):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -12,7 +12,7 @@ _SAME_ORDER_S = 1.0
 
 
 class Orders:
-    """Tells a new order to end from a repetition of the last one.
+    """Distinguishes a new order to end from a repetition of the last one.
 
     A batch system, systemd or `timeout` may signal a process directly and through its parent. Each Ctrl-C is an order.
     """

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DroppingOutput", "drop_unwritten", "never_wait", "open_missing", "prepare_streams", "settle"]
+__all__ = ["DroppingOutput", "drop_unwritten", "never_wait", "open_missing", "prepare_streams", "wait_until_written"]
 
 _NAMES = ("stdin", "stdout", "stderr")
 _QUEUE_BYTES = 256 * 1024
@@ -47,17 +47,18 @@ def never_wait() -> None:
     raw = _raw_stderr()
     if raw is not None and raw.writer is None:
         raw.writer = _Writer(raw.fileno())
-        atexit.register(settle)
+        atexit.register(wait_until_written)
 
 
-def settle() -> None:
+def wait_until_written() -> None:
     """Waits a moment until standard error has taken what was written to it."""
     raw = _raw_stderr()
     if raw is not None and raw.writer is not None:
-        raw.writer.settle()
+        raw.writer.wait_until_written()
 
 
 def _raw_stderr() -> _DroppingFile | None:
+    """Returns the raw file of standard error, if `prepare_streams` made it."""
     raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
     return raw if isinstance(raw, _DroppingFile) else None
 
@@ -95,6 +96,7 @@ def open_missing() -> None:
 
 
 def _text(like: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
+    """Makes a text stream of a raw file, written line by line, with the encoding of another stream."""
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding=like.encoding, errors=like.errors, line_buffering=True)
 
 
@@ -116,6 +118,7 @@ class _DroppingFile(io.FileIO):
         self._failed = failed
 
     def write(self, data: Any) -> int:
+        """Writes data, or passes it to `writer`; returns a size in any case, as if it was written."""
         if self.writer is not None and self.writer.process == os.getpid():  # a forked child has no such thread
             return self.writer.put(data)
         try:
@@ -150,6 +153,7 @@ class DroppingOutput:
             report(self._text)
 
     def _failed(self, error: OSError) -> None:
+        """Keeps the first error as text, and reports it."""
         if self._text:
             return
         self._text = (
@@ -181,6 +185,7 @@ class _Writer:
         threading.Thread(target=self._write, name="stderr", daemon=True).start()
 
     def put(self, data: Any) -> int:
+        """Queues data; drops it if the queue is full and the reader takes nothing."""
         with self._changed:
             if not self._stands:  # a reader that is only slow loses nothing
                 self._stands = not self._changed.wait_for(lambda: len(self._queue) < _QUEUE_BYTES, _SLOW_S)
@@ -189,11 +194,13 @@ class _Writer:
                 self._changed.notify_all()
         return len(data)
 
-    def settle(self) -> None:
+    def wait_until_written(self) -> None:
+        """Waits a moment until the queue is written, unless the reader takes nothing."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue or self._stands, _SETTLE_S)
 
     def _write(self) -> None:
+        """Writes the queue, in a thread, for ever."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from taskgraph.errors import JobError, JobTimeout, TaskGraphError
 from taskgraph.jobs import Job, check_job
-from taskgraph.launch.inprocess import InProcessCluster, ended_by_users
+from taskgraph.launch.inprocess import InProcessCluster, ended_loop_error
 from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Point
 from taskgraph.node.usercode.actor import call_under_way
@@ -132,7 +132,7 @@ def run(
         except TaskGraphError as error:
             raise error.with_traceback(None)  # noqa: B904 (without our frames; it is the same error)
         except (asyncio.CancelledError, RuntimeError) as error:
-            if by_user := ended_by_users(error, job.name):
+            if by_user := ended_loop_error(error, job.name):
                 raise by_user from None
             raise
 

@@ -268,7 +268,7 @@ try:
 except tg.JobFailed as error:
     kept = error
     print(error.where)
-print(len(rpc.alive()), flush=True)
+print(len(rpc.living_channels()), flush=True)
 if child := os.fork():
     print(os.waitpid(child, 0)[1])
 else:

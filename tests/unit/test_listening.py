@@ -80,9 +80,9 @@ def test_too_few_ports_are_refused() -> None:
 
 
 def test_ports_are_tried_from_a_random_one() -> None:
-    tried = {tuple(Listening(host=HOST, ports="7000-7002").to_try()) for _ in range(200)}
+    tried = {tuple(Listening(host=HOST, ports="7000-7002").ports_to_try()) for _ in range(200)}
     assert tried == {(7000, 7001, 7002), (7001, 7002, 7000), (7002, 7000, 7001)}
-    assert Listening(host=HOST).to_try() == ANY_PORT
+    assert Listening(host=HOST).ports_to_try() == ANY_PORT
 
 
 @pytest.mark.parametrize("given", [{"ports": "7000-7009"}, {"advertise": "host1"}])

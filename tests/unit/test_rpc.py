@@ -34,7 +34,7 @@ def no_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collection")
 async def test_closed_connection_leaves_no_channel() -> None:
-    before = len(rpc.alive())
+    before = len(rpc.living_channels())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connection = Connection(EtcdOptions.make(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.05))
         etcd = EtcdCoordinator(connection, "3.5.1")
@@ -48,7 +48,7 @@ async def test_closed_connection_leaves_no_channel() -> None:
         watching = [asyncio.ensure_future(watch())]
         with pytest.raises(Unavailable) as failed:
             await etcd.get("/")
-        assert len(rpc.alive()) == before + 1
+        assert len(rpc.living_channels()) == before + 1
         watching[0].cancel()
         await asyncio.gather(*watching, return_exceptions=True)
         await etcd.close()
@@ -60,7 +60,7 @@ async def test_closed_connection_leaves_no_channel() -> None:
     if grpcs := asyncio.all_tasks() - {asyncio.current_task()}:  # it ends a cancelled call in a task of its own
         await asyncio.wait(grpcs, timeout=30)
     del grpcs
-    assert len(rpc.alive()) == before
+    assert len(rpc.living_channels()) == before
 
 
 def test_forgotten_frames_keep_lines() -> None:
@@ -199,7 +199,7 @@ def test_search_runs_no_user_code() -> None:
 
     there = Hostile()
     there.itself = there  # type: ignore[attr-defined]
-    assert rpc.alive() is not None and gc.is_tracked(there)
+    assert rpc.living_channels() is not None and gc.is_tracked(there)
     del there.itself  # type: ignore[attr-defined]
 
 
@@ -230,7 +230,7 @@ async def test_answer_during_a_standstill_counts() -> None:
 
     with ours, theirs:
         ours.setblocking(False)
-        answering = asyncio.ensure_future(rpc.answered(call(), 0.05))
+        answering = asyncio.ensure_future(rpc.await_answer(call(), 0.05))
         await asyncio.sleep(0)
         theirs.send(b"x")
         time.sleep(0.1)  # noqa: ASYNC251
@@ -251,12 +251,12 @@ async def test_timeout_cancels_the_call(
             stopped.setattr(time, "time", lambda: 1.7e9)
             send = channel.unary_unary("/a/b")
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await rpc.answered(send(b"one"), 0.05)
+                await rpc.await_answer(send(b"one"), 0.05)
             assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             async with asyncio.timeout(30):
                 await there.given_up.wait()
             there.may.set()
-            assert await rpc.answered(send(b"two"), 5.0) == b"two"
+            assert await rpc.await_answer(send(b"two"), 5.0) == b"two"
     finally:
         await rpc.close(channel)
         await server.stop(None)

@@ -189,7 +189,7 @@ streams.never_wait()
 print("ready", flush=True)
 for number in range({lines}):
     print(f"{{number:{width}}}", file=sys.stderr)
-streams.settle()
+streams.wait_until_written()
 print("done", flush=True)
 """
 

@@ -23,7 +23,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
+from taskgraph.coordination.etcd.failures import Verdict, is_space_used_up, judge, refusal, way_out
 from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions, NoAddress
@@ -102,7 +102,7 @@ class Stream(Generic[Response]):
         """
         writing = self._writing = asyncio.ensure_future(self._call.write(message))
         try:
-            if not await rpc.within(writing, self._connect_limit_s):
+            if not await rpc.wait_within(writing, self._connect_limit_s):
                 raise asyncio.InvalidStateError(f"no connection within {self._connect_limit_s:g} s")
             if writing.cancelled():
                 raise asyncio.InvalidStateError("the stream was cancelled before it was connected")
@@ -117,6 +117,7 @@ class Stream(Generic[Response]):
         return cast("AsyncGenerator[Response, None]", self._call.__aiter__())
 
     def cancel(self) -> None:
+        """Ends the stream, and a write that is under way."""
         self._call.cancel()
         # Without a connection gRPC's write would wait for ever. A done callback on the call would not help: some
         # versions of gRPC keep the callback, and with it the call and its channel.
@@ -132,6 +133,7 @@ class _Tries:
     last: dict[str, str] = field(default_factory=dict)
 
     def add(self, endpoint: Endpoint, details: str) -> None:
+        """Counts a failed try, and keeps its failure."""
         self.count += 1
         self.last[f"https://{endpoint.target}" if endpoint.tls else endpoint.target] = details
 
@@ -184,6 +186,7 @@ class Connection:
         self._leave_streams(endpoint)
 
     def _leave_streams(self, endpoint: Endpoint) -> None:
+        """Cancels the streams to an endpoint, so that their readers open others."""
         for stream in tuple(self._streams):
             if stream.endpoint == endpoint:
                 stream.left = True
@@ -276,7 +279,7 @@ class Connection:
                     logins += 1
                     self.login.drop_token(token)
                     continue
-                if not space_used_up(details):
+                if not is_space_used_up(details):
                     self.leave(endpoint)  # so that a later read does not ask the silent member
                 if verdict is Verdict.UNKNOWN and sent and not again:
                     raise OutcomeUnknown(
@@ -349,9 +352,11 @@ class Connection:
 
     @property
     def _has_several(self) -> bool:
+        """True if there are several endpoints."""
         return len(self.options.endpoints) > 1
 
     def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+        """Returns the channel to an endpoint. Raises UsageError if the connection is closed."""
         if self._closed:
             raise grpc.aio.UsageError("the connection was closed")
         return self._channels[endpoint]
@@ -362,7 +367,7 @@ class Connection:
         return left if count == 1 else min(left, max(1.0, self.options.timeout_s / (count + 1)))
 
     async def _connect(self, endpoint: Endpoint, left: float) -> None:
-        """Waits until `endpoint` is connected."""
+        """Waits until `endpoint` is connected; raises AioRpcError or OtherCluster if that fails."""
         ready = self._channel(endpoint).get_state() is grpc.ChannelConnectivity.READY
         if ready and endpoint not in self._other_clusters:
             return
@@ -403,6 +408,7 @@ class Connection:
         return token
 
     def _connect_limit_s(self) -> float:
+        """Returns the time limit for connecting: short if there are other endpoints."""
         return _CONNECT_S if self._has_several else self.options.timeout_s
 
     async def _try_once(
@@ -413,12 +419,13 @@ class Connection:
         timeout_s: float,
         token: str | None,
     ) -> Response:
+        """Sends a request once, and returns the response. Raises AioRpcError, or OtherCluster."""
         send = self._calls.get((endpoint, method.path))
         if send is None:
             send = self._calls[endpoint, method.path] = self._channel(endpoint).unary_unary(
                 method.path, method.request.SerializeToString, method.response.FromString
             )
-        answer = await rpc.answered(send(request, metadata=credentials(token)), timeout_s)
+        answer = await rpc.await_answer(send(request, metadata=credentials(token)), timeout_s)
         if answer is None:  # gRPC returns None for bytes that are no message
             nothing = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "its answer cannot be read")
@@ -446,5 +453,6 @@ class Connection:
 
 
 def _details(error: grpc.aio.AioRpcError) -> str:
+    """Returns a failure's text, with advice if there is some."""
     details = error.details() or error.code().name
     return details + way_out(details)

@@ -9,7 +9,7 @@ from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import Delete, Get, KeyEvent, KeyValue, Put, Txn, TxnResult
 
-__all__ = ["event", "key_value", "range_of", "range_request", "txn_request", "txn_result", "writes"]
+__all__ = ["event", "has_writes", "key_value", "range_of", "range_request", "txn_request", "txn_result"]
 
 
 _KEY_ERRORS = "surrogateescape"
@@ -30,21 +30,24 @@ def range_of(key: str, *, prefix: bool) -> tuple[bytes, bytes]:
 
 
 def range_request(key: str, *, prefix: bool) -> v3.RangeRequest:
+    """Makes the request that reads a key or a prefix."""
     start, end = range_of(key, prefix=prefix)
     return v3.RangeRequest(key=start, range_end=end)  # in key order: etcd's default
 
 
 def key_value(kv: v3.KeyValue) -> KeyValue:
+    """Converts etcd's key and value to ours."""
     return KeyValue(kv.key.decode(errors=_KEY_ERRORS), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def event(message: v3.Event) -> KeyEvent:
+    """Converts an event of etcd to ours."""
     kv = message.kv
     found = KeyValue(kv.key.decode(errors=_KEY_ERRORS), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
     return KeyEvent("delete" if message.type == _DELETE else "put", found)
 
 
-def writes(txn: Txn) -> bool:
+def has_writes(txn: Txn) -> bool:
     """True if a branch of the transaction puts or deletes keys."""
     for branch in (txn.success, txn.failure):
         for op in branch:
@@ -54,6 +57,7 @@ def writes(txn: Txn) -> bool:
 
 
 def txn_request(txn: Txn) -> v3.TxnRequest:
+    """Converts a transaction to etcd's request."""
     request = v3.TxnRequest()
     for compare in txn.compares:
         key, _ = range_of(compare.key, prefix=False)
@@ -69,6 +73,7 @@ def txn_request(txn: Txn) -> v3.TxnRequest:
 
 
 def txn_result(answer: v3.TxnResponse) -> TxnResult:
+    """Converts etcd's answer to the result of a transaction."""
     reads = tuple(
         tuple(key_value(kv) for kv in response.response_range.kvs)
         for response in answer.responses

@@ -114,7 +114,7 @@ class EtcdCoordinator:
         return time.monotonic()
 
     async def get(self, key: str) -> KeyValue | None:
-        """Reads a key, linearizably."""
+        """Reads a key, linearizably; None: it does not exist."""
         request = convert.range_request(key, prefix=False)
         answer = await self._connection.call(RANGE, request, what=f"get {key!r}", again=True)
         return convert.key_value(answer.kvs[0]) if answer.kvs else None
@@ -137,7 +137,7 @@ class EtcdCoordinator:
         return Listing(revision, tuple(convert.key_value(kv) for kv in found))
 
     async def _list_pages(self, prefix: str) -> tuple[int, _KeyValues]:
-        """Lists all keys under `prefix` at the revision of the first page."""
+        """Reads all keys under `prefix`, page by page, at the revision of the first page; returns (revision, keys)."""
         request, found = convert.range_request(prefix, prefix=True), _KeyValues()
         request.limit = _PAGE_KEYS
         while True:
@@ -164,7 +164,7 @@ class EtcdCoordinator:
             CoordinationError: etcd refuses the transaction (too large, a key written twice).
         """
         answer = await self._connection.call(
-            TXN, convert.txn_request(txn), what=_TxnText(txn), again=not convert.writes(txn)
+            TXN, convert.txn_request(txn), what=_TxnText(txn), again=not convert.has_writes(txn)
         )
         self._known_revision = max(self._known_revision, answer.header.revision)
         return convert.txn_result(answer)
@@ -244,6 +244,7 @@ class EtcdCoordinator:
         await self._connection.close()
 
     async def _revoke_at_end(self, lease_id: int) -> None:
+        """Revokes a lease of this coordinator, within a short time."""
         await self.revoke(lease_id, timeout_s=min(_REVOKE_S, self._connection.options.timeout_s))
 
 

@@ -14,7 +14,7 @@ import grpc
 from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.errors import CoordinationError, LeaseGone
 
-__all__ = ["PermissionRefused", "Verdict", "code_and_details", "judge", "refusal", "space_used_up", "way_out"]
+__all__ = ["PermissionRefused", "Verdict", "code_and_details", "is_space_used_up", "judge", "refusal", "way_out"]
 
 
 class PermissionRefused(AccessRefused):
@@ -87,14 +87,14 @@ def judge(code: grpc.StatusCode, details: str) -> Verdict:
     return Verdict.UNKNOWN
 
 
-def space_used_up(details: str) -> bool:
+def is_space_used_up(details: str) -> bool:
     """True if etcd's space is used up. All members report that, so another endpoint does not help."""
     return "database space exceeded" in details
 
 
 def way_out(details: str) -> str:
     """Returns advice on a failure that etcd does not explain, after a semicolon; "" if there is none."""
-    if not space_used_up(details):
+    if not is_space_used_up(details):
         return ""
     return (
         "; it accepts no writes before you compact its history, defragment its members and disarm the alarm "

@@ -195,6 +195,7 @@ class EtcdLease:
     # The renewer thread.
 
     def _renew(self) -> None:
+        """Renews the lease whenever that is due, in the renewer thread, until the lease is closed or lost."""
         stream: _Stream | None = None
         rounds = RenewalSchedule(self.ttl_s, len(self._options.endpoints), self._endpoint, time.monotonic())
         try:
@@ -232,6 +233,7 @@ class EtcdLease:
                 self._loop.call_soon_threadsafe(self._ended.set)
 
     def _log_failure(self, endpoint: Endpoint, why: str) -> None:
+        """Notes why a renewal failed, and logs it now and then."""
         self._trouble = f"etcd {endpoint.target}: {why}"
         now = time.monotonic()
         if now >= self._logged_at.get(endpoint, -math.inf) + _LOG_INTERVAL_S:
@@ -345,6 +347,7 @@ class _Stream:
             return math.inf
 
     def close(self) -> None:
+        """Ends the stream and its reader thread."""
         self._closed = True
         self._requests.put(None)
         if self._channel not in _UNCLOSABLE:
@@ -352,6 +355,9 @@ class _Stream:
         self._reader.join(_JOIN_S)
 
     def _read(self) -> None:
+        """Passes etcd's answers to the lease, in the reader thread, until the stream ends; sets `ended` to the
+        reason.
+        """
         try:
             call = self._channel.stream_stream(
                 LEASE_KEEP_ALIVE.path,
@@ -382,6 +388,7 @@ class _Stream:
                 self._lease.on_stream_end()
 
     def _outgoing(self) -> Iterator[v3.LeaseKeepAliveRequest]:
+        """Yields the renewals to send, until the stream is closed."""
         while (request := self._requests.get()) is not None:
             yield request
 

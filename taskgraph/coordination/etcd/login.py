@@ -147,6 +147,7 @@ class Login:
     # The thread of one login.
 
     def _run(self, endpoint: Endpoint, future: Future[LoggedIn]) -> None:
+        """Logs in, in a thread of its own, and resolves `future`."""
         logged_in = failed = None
         try:
             logged_in = LoggedIn(endpoint, self._authenticate(endpoint))
@@ -181,6 +182,7 @@ class Login:
             future.set_result(logged_in)
 
     def _authenticate(self, endpoint: Endpoint) -> v3.AuthenticateResponse:
+        """Asks a member for a token. Raises LoginFailed, RpcError or ValueError."""
         channel = self._options.sync_channel(endpoint)
         try:
             with self._lock:

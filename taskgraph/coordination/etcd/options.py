@@ -70,8 +70,9 @@ class Endpoint(NamedTuple):
         """The file that has the address; None: the target is the address."""
         return Path(self.target.removeprefix(_FILE)) if self.target.startswith(_FILE) else None
 
-    def now(self) -> tuple[Endpoint, str]:
-        """Returns the address as it is now, and the name in the member's certificate; "": its host's.
+    def resolve(self) -> tuple[Endpoint, str]:
+        """Returns the present address, read from the file if there is one, and the name in the member's certificate;
+        "": its host's.
 
         Raises:
             NoAddress: the file is not there, or has no address.
@@ -169,6 +170,7 @@ class EtcdOptions:
         return v3.AuthenticateRequest(name=self.username or "", password=self._current_password() or "")
 
     def _current_password(self) -> str | None:
+        """Returns the password, from its file if that can be read."""
         if self.password_file is None:
             return self.password
         with contextlib.suppress(OSError, UnicodeDecodeError):  # it is being replaced at this moment
@@ -209,17 +211,18 @@ class EtcdOptions:
         Raises:
             NoAddress: the file with the endpoint's address is not there.
         """
-        at, name = endpoint.now()
+        at, name = endpoint.resolve()
         credentials = self.channel_credentials() if at.tls else None
         return rpc.aio_channel(at.target, credentials, _channel_options(name))
 
     def sync_channel(self, endpoint: Endpoint) -> grpc.Channel:
         """Returns a synchronous gRPC channel, for use in a thread; raises as `aio_channel` does."""
-        at, name = endpoint.now()
+        at, name = endpoint.resolve()
         if at.tls:
             return grpc.secure_channel(at.target, self.channel_credentials(), _channel_options(name))
         return grpc.insecure_channel(at.target, _CHANNEL_OPTIONS)
 
 
 def _channel_options(name: str) -> tuple[tuple[str, int | str], ...]:
+    """Returns gRPC's options for a channel to a member whose certificate has this name."""
     return (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)) if name else _CHANNEL_OPTIONS

@@ -139,6 +139,7 @@ async def check_not_lost(connection: Connection, prefix: str, known: int) -> Non
 
 
 def _create_request(prefix: str, start_revision: int) -> v3.WatchRequest:
+    """Makes the request that creates a watch."""
     key, end = convert.range_of(prefix, prefix=True)
     return v3.WatchRequest(
         create_request=v3.WatchCreateRequest(
@@ -156,7 +157,8 @@ def _forget_token(connection: Connection, stream: Stream[v3.WatchResponse] | Non
 def _handle_cancel(
     answer: v3.WatchResponse, connection: Connection, stream: Stream[v3.WatchResponse], prefix: str, position: int
 ) -> str:
-    """Handles the end of a watch by etcd. Returns the reason, for the log, if the watch may be opened again.
+    """Handles the end of a watch by etcd. Returns the reason, for the log, if the watch may be opened again; raises
+    otherwise.
 
     Drops the login's token if the token is the reason.
 

@@ -18,7 +18,7 @@ from taskgraph.checkpoint.manifest import ExpectedJob, Name
 from taskgraph.checkpoint.store import Store
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskGraphError, Unavailable
-from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.collect import assemble, is_complete
 from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.submit import StartPoint, submit
 from taskgraph.node.membership.failed_setups import SetUpFailed
@@ -411,7 +411,7 @@ class World:
                         found += await known.node.results()
                 except TimeoutError:
                     continue
-            if complete(found, self.workload.tasks):
+            if is_complete(found, self.workload.tasks):
                 return assemble(self.spec.name, found, self.invariants.view.primaries.values(), 0.0)
             await asyncio.sleep(0.02)
 
@@ -474,7 +474,7 @@ class World:
         except CheckpointError as error:
             if any(record.name in path for path in self.place.damaged):
                 return None
-            raise Violation(f"a checkpoint is complete, and cannot be used: {error}") from error
+            raise Violation(f"a checkpoint is is_complete, and cannot be used: {error}") from error
         return {task: value for task, value in read.items() if value is not None}
 
     def _on_event(self, node_id: str, event: Event) -> None:

@@ -20,7 +20,7 @@ from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pause_s
-from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_request, writes
+from taskgraph.coordination.etcd.convert import event, has_writes, key_value, range_of, txn_request
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease, RenewalSchedule
 from taskgraph.coordination.etcd.login import Login
@@ -467,9 +467,9 @@ def test_pauses_grow_and_are_bounded() -> None:
 
 
 def test_read_only_transactions() -> None:
-    assert not writes(Txn(success=(Get("a"),), failure=(Get("b"),)))
-    assert writes(Txn(success=(Get("a"),), failure=(Put("b", b""),)))
-    assert writes(Txn(success=(Delete("a"),)))
+    assert not has_writes(Txn(success=(Get("a"),), failure=(Get("b"),)))
+    assert has_writes(Txn(success=(Get("a"),), failure=(Put("b", b""),)))
+    assert has_writes(Txn(success=(Delete("a"),)))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
-from taskgraph.launch.collect import damaged
+from taskgraph.launch.collect import damaged_tasks
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.submit import submit
 from taskgraph.node.control import ControlServer
@@ -95,7 +95,7 @@ async def test_damaged_result_is_asked_for_again(tmp_path: Path) -> None:
     holder = Holder(BAD, GOOD)
     async with following(holder, tmp_path) as follower:
         found = await follower.results()
-    assert holder.asked == 2 and damaged(found) == []
+    assert holder.asked == 2 and damaged_tasks(found) == []
     assert np.array_equal(follower.assemble(found, 0.0).values[0], np.arange(10_000.0))
 
 
@@ -143,7 +143,7 @@ async def test_slow_results_are_waited_for_silently(
             return found
 
     async with following(holder := Computing(GOOD), tmp_path) as follower:
-        assert damaged(await follower.results()) == []
+        assert damaged_tasks(await follower.results()) == []
         assert holder.asked == 3 and follower.unreachable is None
     assert "cannot be collected" not in caplog.text
 

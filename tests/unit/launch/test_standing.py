@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from taskgraph.launch.standing import STANDS_S, StalledLoop, stall_text, stopped, with_stalls
+from taskgraph.launch.standing import STANDS_S, StalledLoop, is_stopped, stall_text, with_stalls
 from taskgraph.node.usercode.lastwords import IN_THREAD, LastWords, call_on_loop, encoded_name, read
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import RunningCode, State, StatusRecord
@@ -35,21 +35,21 @@ def test_launcher_reads_what_a_loop_runs(tmp_path: Path) -> None:
 def test_standing_loop_is_reported_once(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
     words.note_on_loop(2, STAMP, "send")
-    assert standing.look(100.0) is None
-    assert standing.look(100.0 + STANDS_S / 2) is None
-    assert standing.look(101.0 + STANDS_S) == (RunningCode("send", 2, 3), STANDS_S + 1.0)
-    assert standing.look(200.0) is None and standing.reported
+    assert standing.find_stalled_call(100.0) is None
+    assert standing.find_stalled_call(100.0 + STANDS_S / 2) is None
+    assert standing.find_stalled_call(101.0 + STANDS_S) == (RunningCode("send", 2, 3), STANDS_S + 1.0)
+    assert standing.find_stalled_call(200.0) is None and standing.reported
     words.clear_on_loop()
     words.note_on_loop(2, STAMP, "send")  # the next call is looked at anew
-    assert standing.look(201.0) is None and not standing.reported
-    assert standing.look(202.0 + STANDS_S) == (RunningCode("send", 2, 3), STANDS_S + 1.0)
+    assert standing.find_stalled_call(201.0) is None and not standing.reported
+    assert standing.find_stalled_call(202.0 + STANDS_S) == (RunningCode("send", 2, 3), STANDS_S + 1.0)
 
 
 def test_busy_loop_is_not_reported(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
     for second in range(20):
         words.note_on_loop(2, STAMP, "send")
-        assert standing.look(float(second)) is None
+        assert standing.find_stalled_call(float(second)) is None
 
 
 def test_stopped_process_is_not_reported(tmp_path: Path) -> None:
@@ -57,17 +57,17 @@ def test_stopped_process_is_not_reported(tmp_path: Path) -> None:
     words.note_on_loop(2, STAMP, "send")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         standing = StalledLoop(tmp_path, process.pid)
-        assert standing.look(0.0) is None and not stopped(process.pid)
+        assert standing.find_stalled_call(0.0) is None and not is_stopped(process.pid)
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        assert stopped(process.pid)
-        assert standing.look(10.0) is None
+        assert is_stopped(process.pid)
+        assert standing.find_stalled_call(10.0) is None
         process.send_signal(signal.SIGCONT)
         os.waitid(os.P_PID, process.pid, os.WCONTINUED)
-        assert standing.look(11.0) is None, "how long it was halted does not count"
-        assert standing.look(12.0 + STANDS_S) is not None
+        assert standing.find_stalled_call(11.0) is None, "how long it was halted does not count"
+        assert standing.find_stalled_call(12.0 + STANDS_S) is not None
         process.kill()
-    assert not stopped(process.pid)
+    assert not is_stopped(process.pid)
 
 
 def test_text_of_a_standing_loop_says_what_to_do() -> None:
@@ -78,8 +78,8 @@ def test_text_of_a_standing_loop_says_what_to_do() -> None:
 def test_text_of_a_held_interpreter_lock_differs(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
     words.note_on_loop(2 | IN_THREAD, STAMP, "send")
-    assert standing.look(0.0) is None
-    assert standing.look(4.0) == (RunningCode("send", 2, 3), 4.0) and standing.in_thread
+    assert standing.find_stalled_call(0.0) is None
+    assert standing.find_stalled_call(4.0) == (RunningCode("send", 2, 3), 4.0) and standing.in_thread
     left = read(tmp_path)
     assert left is not None and left.ran == (RunningCode("send", 2, 3),)
     text = stall_text("n1", RunningCode("send", 2, 3), 4.0, in_thread=True)

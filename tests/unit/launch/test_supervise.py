@@ -133,7 +133,7 @@ class Launched:
         self.nodes: LocalNodes | None = None
         keeper = SimpleNamespace(notify_later=lambda: None)
         idle: Any = SimpleNamespace(
-            wait_for_end=self._never.wait, raise_if_broken=self._never.wait, finished=False, keeper=keeper
+            wait_for_end=self._never.wait, wait_until_broken=self._never.wait, finished=False, keeper=keeper
         )
         etcd = MemoryCoordinator(MemoryStore())
         self.work = asyncio.ensure_future(
@@ -215,7 +215,7 @@ async def test_deaths_are_reported_after_the_job_finished(
     finishes: Any = SimpleNamespace(
         wait_for_end=ended,
         collect=collect,
-        raise_if_broken=asyncio.Event().wait,
+        wait_until_broken=asyncio.Event().wait,
         finished=True,
         only_on_nodes="",
         keeper=SimpleNamespace(notify_later=gone.set),
@@ -359,7 +359,7 @@ async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Colle
     follower = Collector(etcd, spec, b"")
     await follower.start()
     job = Supervisor(spec, ENTRY, etcd, follower, Hooks())
-    return follower, asyncio.ensure_future(job._no_node_left())
+    return follower, asyncio.ensure_future(job._fail_without_nodes())
 
 
 @pytest.mark.parametrize("becomes", ["back", "gone", "nothing"])
@@ -477,4 +477,4 @@ async def test_end_of_etcd_says_what_is_lost(finished: bool, says: str) -> None:
     job = supervisor(finished=finished)
     job._follower.resume_hint = lambda before: ""  # type: ignore[method-assign, assignment]
     with pytest.raises(JobFailed, match=f"its embedded etcd has ended, so that {says}. It was killed by SIGKILL"):
-        await job._no_etcd(ended)
+        await job._fail_without_etcd(ended)

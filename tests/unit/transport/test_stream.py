@@ -508,7 +508,7 @@ class Forgetful:
     def __init__(self) -> None:
         self.cancelled_calls: list[object] = []
 
-    def cancelled(self, pending: object) -> None:
+    def on_cancelled(self, pending: object) -> None:
         self.cancelled_calls.append(pending)
 
 

@@ -160,7 +160,7 @@ class Node:
     def answer_now(self, caller: str, call: m.Call) -> m.Reply | PendingReply | None:
         return self.at_once(caller, call)
 
-    def all_now(self, caller: str, pull: m.Pull) -> list[m.Reply | PendingReply | None] | None:
+    def answer_all_now(self, caller: str, pull: m.Pull) -> list[m.Reply | PendingReply | None] | None:
         return self.all_at_once(caller, pull)
 
     async def __call__(self, caller: str, call: m.Call) -> m.Reply:

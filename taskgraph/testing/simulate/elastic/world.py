@@ -17,7 +17,7 @@ from taskgraph.driver.spec import JobSpec
 from taskgraph.elastic_jobs.node import ElasticNode
 from taskgraph.errors import CheckpointError, TaskGraphError, Unavailable
 from taskgraph.graph.values import decode
-from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.collect import assemble, is_complete
 from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.submit import submit
 from taskgraph.observe.events import Event, EventLog
@@ -280,7 +280,7 @@ class ElasticWorld:
                         found += await known.node.results()
                 except TimeoutError:
                     continue
-            if complete(found, 1):
+            if is_complete(found, 1):
                 return assemble(self.spec.name, found, (), 0.0)
             await asyncio.sleep(0.02)
         return None
