@@ -28,6 +28,9 @@ __all__ = [
     "plain",
 ]
 
+_FEW = 16
+"""More options are not listed beside a suggestion: settings would fill a screen."""
+
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
@@ -117,7 +120,8 @@ def parse(
         if name not in options:
             close = difflib.get_close_matches(name, options, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise JobError(f"{function} has no {kind} {name!r}{hint}; its {kind}s are: {options_text(options)}")
+            known = "" if close and len(options) > _FEW else f"; its {kind}s are: {options_text(options)}"
+            raise JobError(f"{function} has no {kind} {name!r}{hint}{known}")
         given[name] = _convert(f"{kind} {name}", value, options[name].type)
     return given
 

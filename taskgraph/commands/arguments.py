@@ -103,7 +103,8 @@ class _Parser(argparse.ArgumentParser):
         what, _, words = message.partition("unrecognized arguments: ")
         if not what:
             message += self._suggestion(words.split())
-        self.exit(USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+        see = " See" if message.endswith("?") else "; see"
+        self.exit(USAGE, f"{self.prog}: {message}{see} `{self.prog} --help`\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         sys.stdout.flush()  # so that a full disk is reported as an error of this command
@@ -111,7 +112,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _suggestion(self, words: Sequence[str]) -> str:
         for word in words:
-            if "=" in word and not word.startswith("-"):
+            if "=" in word and not word.startswith("-") and "-o" in self._option_string_actions:
                 return f" (an option of the job is set with -o {word})"
             name, known = word.partition("=")[0], [o for o in self._option_string_actions if o.startswith("--")]
             if len(name) <= len("--"):

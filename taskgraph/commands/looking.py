@@ -138,7 +138,7 @@ def _tasks_of(options: argparse.Namespace, tasks: int) -> Sequence[int]:
     found: list[int] = []
     for part in options.task.split(","):
         first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
+        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
             raise JobError(f"--task {options.task}: write numbers of tasks, such as 5 or 3-7,12")
         found += range(int(first), int(last or first) + 1)[: tasks + 1]
     if wrong := [task for task in found if task >= tasks]:

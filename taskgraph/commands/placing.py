@@ -128,6 +128,11 @@ def place_of(options: argparse.Namespace) -> Place:
         remembered = placed.where if placed is not None and placed.on == options.on else {}
         return Place(job, options.on, launcher, {**remembered, **launcher.place(options)})
     if placed is None:
+        if (logs := Runtime().left_logs(job) or Runtime().kept_logs(job)).is_dir():
+            raise UnknownJob(
+                f"job {job!r} was not submitted with `--on`: the logs of its nodes are in {logs}. `taskgraph launch "
+                f"{job}` adds nodes, `taskgraph drain {job} --node NAME` ends one"
+            )
         known_text = ", ".join(placed_names())
         others = f" (there are: {known_text})" if known_text else ""
         raise UnknownJob(

@@ -137,9 +137,9 @@ def load_module(name: str) -> ModuleType:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name and f"{name}.".startswith(f"{error.name}."):
-                raise JobError(
-                    f"there is no module {name!r} to import from here; for a file write its path: {name}.py"
-                ) from error
+                close = difflib.get_close_matches(name, [file.name for file in Path().glob("*.py")], 1)
+                hint = f"did you mean {close[0]}?" if close else f"for a file write its path: {name}.py"
+                raise JobError(f"there is no module {name!r} to import from here; {hint}") from error
             raise
     if getattr(module, "__file__", None) is None and (folders := list(getattr(module, "__path__", ()))):
         return load_file(Path(folders[0]))  # any directory can be imported, and has nothing in it then: this says so
@@ -152,7 +152,7 @@ def load_file(path: Path) -> ModuleType:
     if not path.is_file():
         sources = [file.name for file in sorted(path.glob("*.py") if path.is_dir() else path.parent.glob("*.py"))]
         if path.is_dir():
-            there = f"there is {', '.join(sources[:_MAX_FILES_NAMED])}" if sources else "and no Python file is in it"
+            there = f"there is {', '.join(sources[:_MAX_FILES_NAMED])}" if sources else "no Python file is there"
             raise JobError(f"{path} is a directory: name a file in it; {there}")
         close = difflib.get_close_matches(path.name, sources, 1)
         raise JobError(f"there is no file {path}" + (f" (did you mean {close[0]}?)" if close else ""))

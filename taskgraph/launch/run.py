@@ -179,11 +179,9 @@ async def arun(
     `hooks` and `access` are for the command line. With `progress` there are no other hooks.
     """
     nodes = _as_count(nodes)
-    if timeout_s is not None:
-        if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
-            raise JobError(f"timeout_s={timeout_s!r}: must be None or a number of seconds above 0")
-        if not timeout_s > 0:
-            raise JobError(f"timeout_s={timeout_s:g}: seconds above 0")
+    is_number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and timeout_s > 0):
+        raise JobError(f"timeout_s={timeout_s!r}: must be None or a number of seconds above 0")
     if name:
         job = dataclasses.replace(job, name=name)
     async with AsyncExitStack() as stack:

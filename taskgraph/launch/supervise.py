@@ -400,9 +400,12 @@ def _last_end_text(nodes: LocalNodes) -> str:
 def _log_tails(nodes: LocalNodes) -> str:
     """Returns the ends of the logs of the last nodes that ended, and what they have in common."""
     codes, deaths = list(nodes.codes().items()), nodes.deaths()
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, code in codes[-_TAILS:]:
+        alike.setdefault((_death_text(code, deaths.get(name)), nodes.log_tail(name)), []).append(name)
     shown = [
-        f"--- {name} {_death_text(code, deaths.get(name))}; the end of its log:\n{nodes.log_tail(name)}"
-        for name, code in codes[-_TAILS:]
+        f"--- {', '.join(sorted(names))} {how}; the end of {'its log' if len(names) == 1 else 'each log'}:\n{tail}"
+        for (how, tail), names in alike.items()
     ]
     more = [f"--- and {len(codes) - _TAILS} before"] if len(codes) > _TAILS else []
     why = [f"--- {text}" for text in (culprit_text(deaths), memory_text(deaths)) if text]

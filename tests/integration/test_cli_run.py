@@ -188,7 +188,8 @@ async def test_failure_shows_only_the_users_traceback(cli: Cli) -> None:
     [
         (("-o", "epoch=3"), 2, ["no option 'epoch'", "did you mean 'epochs'", "tasks=7"]),
         (("-o", "epochs=many"), 2, ["epochs='many'", "expected int"]),
-        (("--set", "stric=true"), 2, ["taskgraph has no setting 'stric'", "did you mean 'strict'", "call_s=10.0"]),
+        (("--set", "stric=true"), 2, ["taskgraph has no setting 'stric' (did you mean 'strict'?)\n"]),
+        (("--set", "zzz=true"), 2, ["taskgraph has no setting 'zzz'; its settings are: ", "call_s=10.0"]),
         (("--set", "strict"), 2, ["setting 'strict': write --set name=value", "strict=False"]),
         (("--set", "gather_s=soon"), 2, ["setting gather_s='soon': expected float"]),
         (("--set", "lease_ttl_s=-1"), 2, ["Settings(lease_ttl_s=-1.0)", "above 0"]),
@@ -203,6 +204,13 @@ async def test_what_cannot_begin_says_why(cli: Cli, arguments: tuple[str, ...], 
     assert done.code == code, done.err
     assert all(text in done.err for text in says), done.err
     assert "Traceback" not in done.err
+    await cli.nothing_left()
+
+
+async def test_logs_of_nodes_that_died_alike_are_shown_once(cli: Cli) -> None:
+    done = await cli("run", str(DRIVER), "--nodes", "3", "--listen", "192.0.2.1", "--insecure-listen")
+    assert done.code == 1 and ": cannot listen on 192.0.2.1 port (any): " in done.err
+    assert "--- n1, n2, n3 ended with exit code 1; the end of each log:\n" in done.err and done.err.count("cannot") == 2
     await cli.nothing_left()
 
 

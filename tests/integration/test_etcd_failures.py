@@ -156,6 +156,11 @@ async def test_nothing_listening_is_said_within_seconds_and_how_to_start_an_etcd
         assert part in str(raised.value)
 
 
+async def test_unknown_host_of_etcd_is_named_in_short() -> None:
+    with pytest.raises(Unavailable, match=r"^No etcd answers at a\.\.b:2379 \(no host has that name\): start one"):
+        await EtcdCoordinator.connect("a..b:2379", timeout_s=0.6)
+
+
 async def test_something_that_accepts_and_stays_silent_is_given_up_in_time() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -173,9 +173,10 @@ def test_a_job_function_that_a_driver_imports_is_named_to_be_taken(tmp_path: Pat
         (FIT, ".", r"/.* is a directory: name a file in it; there is d\.py"),
         (FIT, "folder", r"/folder is a directory: name a file in it; there is e\.py"),
         (FIT, "folder:fit", r"/folder is a directory: name a file in it; there is e\.py"),
-        (FIT, "/dev/fd", r"is a directory: name a file in it; and no Python file"),
+        (FIT, "/dev/fd", r"is a directory: name a file in it; no Python file"),
         (FIT, "missing_module", "no module 'missing_module' to import from here; for a file .* missing_module.py"),
         (FIT, "missing_module.part:fit", r"no module 'missing_module\.part'"),
+        (FIT, "d.pyy", r"no module 'd\.pyy' to import from here; did you mean d\.py\?$"),
         (FIT, "d.txt", r"d\.txt is no Python source"),
     ],
 )

@@ -49,6 +49,12 @@ _REVOKE_S = 2.0
 _KeyValues = list[v3.KeyValue]  # `list` is a method there
 
 _START_ADVICE = "start one (`etcd`), or leave --etcd out: a run on this host brings its own"
+_SHORT = {
+    "Connection refused": "connection refused",
+    "errors resolving": "no host has that name",
+    "Failed parsing HTTP/2": "what answers is no etcd, or one that speaks TLS: https://HOST:PORT",
+}
+"""What gRPC says at length, in short."""
 
 
 class EtcdCoordinator:
@@ -96,7 +102,7 @@ class EtcdCoordinator:
             await connection.close()
             names = ", ".join(endpoint.target for endpoint in options.endpoints)
             why = str(error).removeprefix("first contact: ")
-            why = "connection refused" if "Connection refused" in why else why  # instead of gRPC's long text
+            why = next((short for sign, short in _SHORT.items() if sign in why), why)
             raise Unavailable(f"No etcd answers at {names} ({why}): {_START_ADVICE}") from error
         except BaseException:
             await connection.close()

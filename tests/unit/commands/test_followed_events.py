@@ -10,7 +10,7 @@ from commands_kit import in_memory, options
 from taskgraph.commands import looking
 from taskgraph.coordination.api import Listing
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import Unavailable
+from taskgraph.errors import JobError, Unavailable
 from taskgraph.jobs import Job
 from taskgraph.launch.submit import submit
 from taskgraph.observe.events import Event
@@ -55,3 +55,5 @@ async def test_status_counts_a_failover_before_its_report(
     await etcd.txn(Txn(success=tuple(Put(keys.event(f"{e.at}"), e.to_bytes()) for e in (lost, moved))))
     assert await looking._status(options("status")) == 0
     assert "\n1 failover, at " in capsys.readouterr().out
+    with pytest.raises(JobError, match=r"--task 3-1: write numbers of tasks, such as 5 or 3-7,12"):
+        await looking._status(options("status", "--task", "3-1"))
