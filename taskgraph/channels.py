@@ -131,6 +131,7 @@ class Inputs:
         return self._work.fetch(tuple([(tag, producer) for producer in self._inbound[tag]]))
 
     def _decode(self, encoded: Encoded) -> Any:
+        """Decodes a value. Notes a large array, so that to pass it on needs no encoding."""
         value = decode(encoded, device=self._work.device)
         if encoded.buffers and (type(value) is _ndarray or _shares_device_memory(encoded, value)):
             given = self.given
@@ -146,16 +147,19 @@ class Inputs:
         return iter(self._inbound)
 
     def _epoch_over(self) -> GraphError:
+        """Returns the error for `ins` that are used after their epoch."""
         return GraphError(
             f"{self._place()}: the epoch of this `ins` is over. The arguments of a method are valid until it returns: "
             f"keep the values you need, not the ins"
         )
 
     def _not_declared(self, tag: str) -> GraphError:
+        """Returns the error for a channel that is not declared."""
         declared = ", ".join(repr(t) for t in self._inbound) or "none"
         return GraphError(f"{self._place()}: no inbound channel {tag!r} is declared; inbound are: {declared}")
 
     def _place(self) -> str:
+        """Names the task, epoch and processor, for messages."""
         return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
 
 
@@ -264,6 +268,7 @@ class Outputs:
         return tuple([(tag, consumer) for tag, consumers, _ in self._filling or () for consumer in consumers])
 
     def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
+        """Notes that a channel is put, and returns its consumers. Raises GraphError if that is wrong here."""
         tag = tag if type(tag) is str else str(tag)
         declared = self._processor.outbound.get(tag)
         if declared is None:
@@ -299,4 +304,5 @@ class Outputs:
         return consumers
 
     def _place(self) -> str:
+        """Names the task, epoch and processor, for messages."""
         return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"

@@ -50,6 +50,7 @@ _COMMANDS = {name: where for group in COMMANDS.values() for name, where in group
 
 
 def _command(name: str) -> Callable[..., Any]:
+    """Imports the function of a command, and returns it."""
     module, _, function = _COMMANDS[name].partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(f"taskgraph.commands.{module}"), function)
     return found
@@ -137,6 +138,7 @@ def _is_directory_removed() -> bool:
 
 
 def _print(text: str, error: Exception | None = None) -> None:
+    """Prints a text and the notes of an error to standard error."""
     from taskgraph.observe.screen import say
 
     for line in (text, *getattr(error, "__notes__", ())):

@@ -288,6 +288,7 @@ class Epoch(Collectives):
         self._declare(self._composing("processors are"), compute, inbound, outbound, name, parallel)
 
     def _composing(self, what: str) -> Composition:
+        """Returns the graph that `compose` builds. Raises GraphError elsewhere; `what` says what is declared."""
         composition = self._work.composing
         if composition is None:
             kept = "; this `epoch` is of a compose() that has returned: use the one that it is given each time"
@@ -307,6 +308,7 @@ class Epoch(Collectives):
         parallel: bool,
         wrapper: Wrapper | None = None,
     ) -> None:
+        """Adds a processor to the graph, as it was in the epoch before if it is declared alike."""
         before = composition.before
         if before is not None and composition.add_repeated(
             compute, inbound, outbound, name, parallel, self._work, wrapper
@@ -349,6 +351,7 @@ class Epoch(Collectives):
         return self._ask(ids[0], method, payload)
 
     def _ask(self, to: int, method: str, payload: Any) -> Reply:
+        """Sends a request to a task whose id is known to be right."""
         what = f"request {method!r} of task {self._work.task}"
         value = encode(payload, what=what, allocate=self._work.allocate)
         return Reply(self._work, self._work.request(self._where, to, method, value))
@@ -410,6 +413,7 @@ class Epoch(Collectives):
         self._work.finish()
 
     def _channels(self, which: str, given: Mapping[str, To], composition: Composition) -> dict[str, tuple[int, ...]]:
+        """Returns the tasks that each declared tag comes from or goes to. Raises GraphError for a wrong argument."""
         if type(given) is not dict and not isinstance(given, Mapping):
             tags = [given] if isinstance(given, str) else given if isinstance(given, list | tuple | set) else []
             tag = next((str(tag) for tag in tags if isinstance(tag, str)), "tag")
@@ -433,6 +437,7 @@ class Epoch(Collectives):
         return channels
 
     def _refuse_messages(self, what: str, *, composing: bool = False) -> None:
+        """Raises GraphError in a sync point, and in `compose` unless `composing` is True."""
         if self._sync:
             raise GraphError(
                 f"{self._place()}: a sync point runs when the epoch is quiet and cannot send a {what}; "
@@ -446,6 +451,7 @@ class Epoch(Collectives):
             )
 
     def _place(self) -> str:
+        """Names the task, epoch and place in user code, for messages."""
         return f"task {self._work.task}, epoch {self._work.number}, {place_text(self._where)}"
 
 

@@ -73,6 +73,7 @@ def _has_terminal() -> bool:
 
 
 def _attribute_hint(owner: Any) -> str:
+    """Returns the hint for an attribute that an object of ours lacks; "" for other objects."""
     if isinstance(owner, Scratch):
         names = ", ".join(vars(owner)) or "nothing"
         return (

@@ -117,6 +117,7 @@ class Job(Generic[T]):
         object.__setattr__(self, "backups", max(self.backups, *wanted, 0))
 
     def _check_int(self, name: str, least: int | None, also: str = "", most: int | None = None) -> None:
+        """Raises JobError unless an attribute is an int within these limits. numpy's ints become Python's."""
         value = getattr(self, name)
         limit = f" of at least {least}" if least is not None else ""
         try:
@@ -149,6 +150,7 @@ class Job(Generic[T]):
         return ids_of(self._services, self.tasks).get(title, ())
 
     def _make_services(self) -> Iterator[Service]:
+        """Yields the services of the job's tables and queues, which it checks."""
         for field_, kind in (("tables", "tg.Table"), ("queues", "tg.WorkQueue")):
             given = checked(field_, getattr(self, field_), kind)
             object.__setattr__(self, field_, given)
@@ -235,6 +237,7 @@ class _JobCall:
 
 
 def _check_builder(builder: Any) -> None:
+    """Raises JobError if a builder cannot make tasks."""
     if isinstance(builder, Task):
         name = type(builder).__name__
         raise JobError(f"Job(builder={name}()): every task needs an object of its own: builder={name}")
@@ -254,6 +257,7 @@ def _check_builder(builder: Any) -> None:
 
 
 def _check_builder_takes_an_id(builder: Callable[..., Any]) -> None:
+    """Raises JobError unless a builder is a plain function of a task id."""
     name = getattr(builder, "__name__", type(builder).__name__)
     if inspect.iscoroutinefunction(builder):
         raise JobError(f"Job(builder={name}): a task builder is a plain `def`, not `async def`")
@@ -324,6 +328,7 @@ class JobFunction(Generic[P]):
         return dataclasses.replace(made, name=made.name or self.__name__, _origin=origin)
 
     def _made(self, arguments: dict[str, Any]) -> Job:
+        """Calls the user's function, and returns the job."""
         return cast(Job, self.__wrapped__(**arguments))
 
     def __repr__(self) -> str:

@@ -208,6 +208,7 @@ _SCALARS = (type(None), bool, int, float, str)
 
 
 def _convert(name: str, text: str, hint: Any) -> Any:
+    """Converts the text of an option to a value of its type. Raises JobError if it is none."""
     for kind in _narrow_first(hint):
         if _suggest_for_type(kind) is None:
             try:
@@ -232,6 +233,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _narrow_first(hint: Any) -> list[Any]:
+    """Returns the member types of a union in the order in which they are tried."""
     return sorted(_members(hint), key=lambda kind: _ORDER_TRIED.get(kind, 3))
 
 
@@ -258,6 +260,7 @@ def _suggest_annotation(hint: Any) -> str | None:
 
 
 def _suggest_for_type(kind: Any) -> str | None:
+    """Returns an annotation to use in place of one type; None if JSON can carry the type."""
     if kind in (Any, object, *_SCALARS) or get_origin(kind) is Literal:
         return None
     container, parts = _container(get_origin(kind) or kind), get_args(kind)
@@ -346,6 +349,7 @@ def _convert_json(value: Any, hint: Any) -> Any:
 
 
 def _convert_json_to(value: Any, kind: Any) -> Any:
+    """Converts a JSON value to a type that is no union. Raises ValueError."""
     if kind in (Any, object):
         return value
     if type(value) in (int, float) and kind in (int, float):

@@ -248,6 +248,7 @@ def user_codec_of(value: Any) -> Codec | None:
 
 
 def _encoding_failed(value: Any, error: Exception) -> str:
+    """Returns the text to show in place of a value that cannot be converted."""
     return f"<{type(value).__name__}: {error_text(error)}>"
 
 

@@ -154,6 +154,7 @@ def _check_parameters(what: str, link: Link) -> None:
 
 
 def _ask(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
+    """Calls a link, and returns the task ids. Raises GraphError if they are no such ids, or one is there twice."""
     given = link(task_id, tasks, epoch)
     if type(given) is range:  # nothing is in it twice, and its ends are its extremes
         found = tuple(given)
@@ -198,6 +199,7 @@ def as_topology(links: Mapping[str, Link]) -> Topology:
 
 
 def _count(what: str, number: int) -> int:
+    """Returns the number. Raises JobError unless it is an int of at least 1."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise JobError(f"{what} must be an int of at least 1, not {number!r}")
     return number
@@ -341,6 +343,8 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
 
 
 class _Edges(NamedTuple):
+    """The edges of an epoch: tables in both directions, the largest task id, and the number of pairs."""
+
     to: _Table
     back: _Table
     largest: int

@@ -40,6 +40,7 @@ _BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint6
 
 
 def _encode(tensor: torch.Tensor) -> tuple[str, Any]:
+    """Returns the name of a tensor's dtype, and its elements as an array. Raises CannotTravel."""
     if tensor.is_nested:
         raise CannotTravel(tensor, "it is nested: send t.unbind(), its tensors")
     if tensor.requires_grad:
@@ -80,6 +81,7 @@ def _device_array(tensor: torch.Tensor) -> Array | None:
 
 
 def _decode(value: Any) -> torch.Tensor:
+    """Makes the tensor that `_encode` encoded. Raises ValueError if the value is none."""
     name, array = value
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):

@@ -19,10 +19,10 @@ from taskgraph.errors import JobError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.sum_layouts import (
     Layout,
-    copied,
+    copy_of,
     difference,
     element_counts,
-    made_tree,
+    make_tree,
     read_only,
 )
 from taskgraph.graph.sums import Sums, added, encode_sums, joined, read_sums
@@ -238,7 +238,7 @@ def result(partial: Partial, op: str, what: str, allocate: Allocate) -> Encoded:
             raise JobError(f"{what}: the weights of all tasks add up to 0, so there is no mean")
         with np.errstate(all="ignore"):
             arrays = tuple([array / array.dtype.type(weight) for array in arrays])
-    made = made_tree(
+    made = make_tree(
         layout, {array.dtype: array for array in arrays}, {array.dtype: 0 for array in arrays}, _give(allocate)
     )
     return encode(made[1] if op == "mean" else made, what=what, adopt=True, allocate=allocate)
@@ -248,7 +248,7 @@ def _give(allocate: Allocate) -> Callable[[NDArray[Any], str], Any]:
     def give(array: NDArray[Any], library: str) -> Any:
         if library == "numpy":
             return read_only(array, library)
-        return OnDevice(read_only(array, library)) if library == "cupy" else copied(allocate, array, library)
+        return OnDevice(read_only(array, library)) if library == "cupy" else copy_of(allocate, array, library)
 
     return give
 

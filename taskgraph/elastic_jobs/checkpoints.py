@@ -75,7 +75,7 @@ class Checkpoints:
         return StateCopy(read["step"], read["position"], read["tag"], encode(read["state"]), tuple(read["reports"]))
 
     async def run(self) -> None:
-        """Writes a checkpoint now and then, while this is the most senior worker."""
+        """Writes a checkpoint every `checkpoint_every_s`, while this is the most senior worker, until cancelled."""
         node = self._node
         if node.spec.checkpoint is None or node.job.elastic is None:
             return
@@ -92,7 +92,7 @@ class Checkpoints:
                     node.events.emit("checkpoint failed", f"{error}; the job goes on with the one before")
 
     async def finish(self) -> None:
-        """Writes final manifests that are missing: the writer may have died after it had put the pointer."""
+        """Writes missing final manifests, until cancelled: a writer may have died after it had put the pointer."""
         node, keeper = self._node, self._node.keeper
         if node.spec.checkpoint is None:
             return
@@ -105,6 +105,7 @@ class Checkpoints:
 
     @property
     def _is_writer(self) -> bool:
+        """True if this is the most senior worker of the view in etcd."""
         known = self._node.keeper.view.workers
         return known is not None and known.record.workers[0][0] == self._node.id
 
@@ -122,6 +123,7 @@ class Checkpoints:
         return job.checkpoint is None or job.checkpoint.record.epoch < copy.position
 
     async def _write(self, copy: StateCopy) -> None:
+        """Writes a state as a checkpoint, and points to it, unless the job has none to write any more."""
         node, job, store = self._node, self._node.keeper.view, self._reader.store
         if job.epoch is None or job.workers is None or not self._is_useful(copy, job.workers.record.lineage):
             return

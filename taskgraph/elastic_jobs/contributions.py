@@ -85,6 +85,7 @@ class Contributions:
         self._own[span] = self._own.pop(first).add(self._own.pop(second), self._node.router.allocate)
 
     def drop(self, spans: Iterable[Span]) -> None:
+        """Drops this worker's sums of these spans."""
         for span in spans:
             self._own.pop(span, None)
 
@@ -105,6 +106,7 @@ class Contributions:
             self._outboxes.to(worker).put(view, message)
 
     def _encode(self, sums: Sequence[Sums], others: Sequence[str], owners: Sequence[str]) -> dict[str, Encoded]:
+        """Returns the sums as each other worker gets them: whole, its slice of them, or without arrays."""
         if owners or self._together is not None:
             return encode_slices(sums, owners, others, self._node.router.allocate)
         return dict.fromkeys(others, encode_sums(sums, self._node.router.allocate)) if others else {}
@@ -129,6 +131,7 @@ class Contributions:
             self._slices.put(message.view, message.position, worker, sums)
 
     def _send_slice(self, view: int, message: SliceSum) -> None:
+        """Sends the sum of this worker's slice to all others."""
         self._outboxes.put_all(view, message)
 
     # -- the total --------------------------------------------------------------------------------
@@ -216,6 +219,7 @@ class Contributions:
 
 
 def _whole(spans: Iterable[Span]) -> Span:
+    """Returns the span of all parts, which these spans have together."""
     return Span(0, max(span.end for span in spans))
 
 

@@ -109,14 +109,17 @@ class Dealing:
         self._progress.node.run_rounds(self._run, self._over)
 
     def _look(self) -> None:
+        """Wakes the rounds: there may be a reason for one."""
         self._changed.set()
 
     def _over(self, error: BaseException | None) -> None:
+        """Tells user code that the rounds have ended, with an error or None."""
         self.hand.end(error)
 
     # -- on the event loop ------------------------------------------------------------------------
 
     async def _run(self, engine: Engine) -> None:
+        """Runs rounds until all pieces are done or set aside."""
         engine.heard, engine.queues = self._look, self._status
         self._ended_at = self._contributed_at = asyncio.get_running_loop().time()
         try:
@@ -152,7 +155,7 @@ class Dealing:
                 timer.cancel()
 
     def _due(self, engine: Engine) -> float:
-        """Returns when the next round is due."""
+        """Returns the time of the event loop at which the next round is due."""
         hand, now = self.hand, asyncio.get_running_loop().time()
         finished = hand.has_finished or not self._news.empty
         is_new = engine.core.number > self.tally.view[0]
@@ -296,6 +299,7 @@ class _Unconfirmed:
         return not (self._finished or self.back)
 
     def add(self, finished: Iterable[Finished]) -> None:
+        """Adds pieces that user code has finished."""
         self._finished.update((each.ticket, each) for each in finished)
 
     @property
@@ -304,7 +308,7 @@ class _Unconfirmed:
         return len(self._finished)
 
     def news(self, most: int) -> News:
-        """Returns all of it, with `most` pieces that are done at most."""
+        """Returns the news to contribute: all that this worker has to say, with at most `most` pieces that are done."""
         news = News(self.holder, back=list(self.back))
         for ticket, each in self._finished.items():
             if each.error:
@@ -318,11 +322,11 @@ class _Unconfirmed:
         return news
 
     def confirm(self, news: News) -> None:
-        """A total has these news of this worker."""
+        """Drops these news of this worker, since a total has them."""
         for ticket, _ in (*news.done, *news.failed):
             self._finished.pop(ticket, None)
         self.back = [ticket for ticket in self.back if ticket not in news.back]
 
 
 def _hear_nothing() -> None:
-    """No rounds run."""
+    """Does nothing: no rounds run that would wait for messages."""

@@ -65,7 +65,7 @@ class Differences:
         self._position = -_AGAIN - 1  # at which workers differed last, or entered anew because of it
 
     def read_view(self, view: View) -> None:
-        """One that enters again begins with a copied state."""
+        """Notes which outvoted workers have left the view, and which have entered it anew."""
         workers = frozenset(view.workers)
         left = frozenset(worker for worker in self.outvoted if view.since(worker) != self._since[worker])
         self._away |= left  # the view without them may not have been read
@@ -75,12 +75,13 @@ class Differences:
             self._position = self._node.engine.core.position
 
     def found(self, position: int, outvoted: tuple[str, ...]) -> None:
-        """The tags of workers differ at this position."""
+        """Begins to exclude the outvoted workers, whose tags differ at this position, unless this is one of them."""
         self.differs = self._node.id in outvoted
         if not self.differs:
             self._node.own(self._exclude(position, outvoted), "compare states")
 
     async def _exclude(self, position: int, outvoted: tuple[str, ...]) -> None:
+        """Finds what differs, and has the outvoted workers excluded, or fails the job if it lasts."""
         node = self._node
         mine, view = node.digests if node.digests.step >= 0 else None, node.engine.core.view
         assert view is not None

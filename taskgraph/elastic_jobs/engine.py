@@ -128,13 +128,14 @@ class Engine:
         self._go()
 
     def _reach(self, position: int, parts: int, tag: bytes) -> None:
+        """Notes the position that user code has reached. If it is the one at work, the core begins it, once."""
         self.user_position = position
         if self._begun < position == self.core.position:
             self._begun = position
             self.core.begin(parts, tag)
 
     def computed(self, position: int, parts: int, tag: bytes, finished: Finished) -> None:
-        """User code has finished parts of a position, which it may not have asked for."""
+        """Takes the parts of a position that user code has finished, and may not have asked for."""
         if not self._node.running:
             return
         self._reach(position, parts, tag)
@@ -160,7 +161,7 @@ class Engine:
         self._go()
 
     def catch_up(self, position: int, totals: Sequence[Sums]) -> None:
-        """This worker is outside, and has got stable totals from a donor."""
+        """Takes stable totals that this worker, which is outside, has got from a donor."""
         for number, total in enumerate(totals, position):
             self.totals.hold(number, Total.of(total))
         self.core.catch_up(position + len(totals))
@@ -186,8 +187,9 @@ class Engine:
     # -- what follows -----------------------------------------------------------------------------
 
     def _go(self) -> None:
+        """Carries out the core's actions, takes early messages and answers user code, until nothing is left."""
         while True:
-            while taken := self.core.take():
+            while taken := self.core.take_actions():
                 for action in taken:
                     self._act(action)
             if not (self._inbox.take_early() or self.contributions.take_sliced() or self._answer()):
@@ -211,7 +213,7 @@ class Engine:
         return f"{what} of {', '.join(map(name_of, workers))}" if workers else ""
 
     def _answer(self) -> bool:
-        """Answers user code, if there is something for it."""
+        """Answers user code if it waits, and there is an answer. Returns True if it did."""
         if self._asked is None:
             return False
         position, answer = self._asked
@@ -220,7 +222,7 @@ class Engine:
         elif position in self._inbox.first_parts:
             answer.set_result(self._inbox.first_parts.pop(position))
         elif position < self.core.position:
-            ahead = self.core.parts_ahead() if position + 1 == self.core.position else (0, ())
+            ahead = self.core.give_parts_ahead() if position + 1 == self.core.position else (0, ())
             answer.set_result(Summed(self.totals[position], *ahead))
         else:
             return False
@@ -228,6 +230,7 @@ class Engine:
         return True
 
     def _act(self, action: actions.Action) -> None:
+        """Carries out one action of the core."""
         match action:
             case actions.SendReport():
                 self._report(action)
@@ -255,6 +258,7 @@ class Engine:
                 self.none_whole_in = number
 
     def _report(self, action: actions.SendReport) -> None:
+        """Sends this worker's report, and drops the sums that it does not name."""
         view, report = action.view, action.report
         self._trace.change_view(view.number)
         self.contributions.adopt(view, report)
@@ -264,10 +268,12 @@ class Engine:
         self._outboxes.put_all(view.number, message)
 
     def _hold_total(self, position: int, total: Total) -> None:
+        """Keeps the total of a position, and drops the sums that it is made of."""
         self.contributions.end(position)
         self.totals.hold(position, total)
 
     def _give_totals(self, action: actions.GiveTotals) -> None:
+        """Sends totals to a worker that lacks them, or notes that it is too far behind."""
         if action.first < self.totals.first:
             self.behind |= {action.to}
             return
@@ -275,6 +281,7 @@ class Engine:
         self._outboxes.to(action.to).put(action.view, Totals(action.view, action.first, value))
 
     def _note_stable(self, position: int) -> None:
+        """Drops what was kept until the totals below `position` are stable, and tells the node."""
         self._outboxes.confirm(position)
         self.totals.drop_entered()
         self._stable(position)
@@ -282,4 +289,4 @@ class Engine:
 
 
 def _hear_nothing() -> None:
-    """Nothing waits for messages."""
+    """Does nothing: nobody waits for messages."""

@@ -115,6 +115,8 @@ class Numbered:
 
 
 class _NumberedStep:
+    """One step. A `FeedStep`."""
+
     def __init__(self, of: Numbered, number: int) -> None:
         self._of = of
         self._number = number

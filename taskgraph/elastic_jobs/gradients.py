@@ -53,6 +53,7 @@ class Gradients:
             parameter.grad = None
 
     def _now(self) -> dict[str, int]:
+        """Returns the version of each parameter, a number that PyTorch counts changes with."""
         return {n: p._version for n, p in self.parameters.items() if not p.is_inference()}
 
     def changed(self) -> str | None:
@@ -67,7 +68,7 @@ class Gradients:
         return next((name for name, parameter in self.parameters.items() if parameter.grad is not None), None)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Takes the gradient of each parameter that has one."""
+        """Returns the gradient of each parameter that has one, and sets `p.grad` to None."""
         taken: dict[str, torch.Tensor] = {}
         for name, parameter in self.parameters.items():
             gradient, parameter.grad = parameter.grad, None
@@ -90,6 +91,7 @@ class Gradients:
         return {kind: self._flat(whole, weight), "parts with a gradient": having}
 
     def _flat(self, taken: Mapping[str, torch.Tensor], weight: float) -> Sums:
+        """Returns weight * gradients as sums with one flat array for each dtype."""
         names = tuple(sorted(taken))
         layout = self._layouts.get(names)
         if layout is None:
@@ -151,6 +153,7 @@ class _Mean:
         self._left = {dtype: empty_array(size, dtype, allocate) for dtype, size in sizes.items()}
 
     def of(self, gradient: NDArray[Any]) -> torch.Tensor:
+        """Returns the mean of one gradient. Call it once for each, in the order of `gradients`."""
         flat = self._left[gradient.dtype]
         out, self._left[gradient.dtype] = flat[: gradient.size].reshape(gradient.shape), flat[gradient.size :]
         if self._weight is None:

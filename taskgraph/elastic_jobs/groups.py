@@ -217,14 +217,17 @@ class Group:
             )
 
     def _values(self, total: Sums) -> list[Any]:
+        """Returns what each member gave to an operation, in their order."""
         return [found["value"] for found in _collected(total.collected.values())]
 
 
 def _made(tree: Any) -> Any:
+    """Returns a tree, or what a function that was given in its place returns."""
     return tree() if callable(tree) else tree
 
 
 def _collected(values: Any) -> list[dict[str, Any]]:
+    """Decodes what the members collected."""
     pytorch()
     found: list[Encoded] = list(values)
     return [decode(value) for value in found]

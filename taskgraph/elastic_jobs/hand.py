@@ -96,7 +96,7 @@ class Hand:
             self._wait(waiting)
 
     def finish(self, finished: Finished) -> None:
-        """User code has finished the piece at work."""
+        """Notes that user code has finished the piece at work."""
         with self._lock:
             assert self._at_work is not None
             took_s = self._clock() - self._at_work[1]
@@ -132,6 +132,7 @@ class Hand:
         self._wake()
 
     def _wake(self) -> None:
+        """Wakes user code that waits, if there is a piece for it, or the pieces have ended."""
         with self._lock:
             if not (self._queue or self._end):
                 return
@@ -159,7 +160,7 @@ class Hand:
         return self._waiting is not None
 
     def wants(self, round_s: float) -> tuple[int, list[Ticket]]:
-        """Returns how many pieces more the queue is to have, and those that are given back.
+        """Returns how many more pieces the queue needs, and pieces that are taken from it, to be given back.
 
         Args:
             round_s: time between two rounds.

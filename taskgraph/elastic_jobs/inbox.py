@@ -68,7 +68,7 @@ class Inbox:
         return len(self._early) < len(early)
 
     def _take(self, worker: str, message: Call) -> bool:
-        """Returns False if the message is of a view that this worker has not read."""
+        """Keeps a message's values, and tells the core. Returns False if the message is too early: keep it."""
         core = self._core
         match message:
             case WorkerReport():
@@ -95,6 +95,7 @@ class Inbox:
         return True
 
     def _take_totals(self, message: Totals) -> bool:
+        """Keeps the totals that this worker lacks. Returns False while it does not know yet that it lacks them."""
         core = self._core
         if message.view > core.number or core.phase == Phase.FLUSHING:
             return False

@@ -30,7 +30,7 @@ class WorkerNode(NodeLife):
     trace: WorkerTrace
 
     def look_again(self) -> None:
-        """The view of the job, or which nodes are suspected, has changed."""
+        """Looks at the job again, whose view has changed, or at which nodes are suspected."""
         raise NotImplementedError
 
     def begin_anew(self) -> None:

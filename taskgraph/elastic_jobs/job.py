@@ -34,6 +34,7 @@ class _NoTask(Task):
 
 
 def _node() -> type[NodeLife]:
+    """Returns the class of the job's nodes."""
     from taskgraph.elastic_jobs.node import ElasticNode  # not earlier: a driver imports this module
 
     return ElasticNode

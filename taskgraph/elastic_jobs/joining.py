@@ -41,7 +41,7 @@ class Joining:
         self._behind: set[str] = set()  # donors that do not keep the totals that it lacks
 
     async def run(self) -> None:
-        """Returns once this node is in the view, the job has ended, or no donor keeps the totals that it lacks.
+        """Brings this node into the view. Returns also if the job ends, or no donor keeps what it lacks.
 
         In the last case the node has begun anew, to copy the state again.
         """
@@ -60,6 +60,7 @@ class Joining:
             await node.short_pause()
 
     def _view(self) -> View:
+        """Returns the view that is in etcd, as far as this node has read it."""
         assert self._node.keeper.view.workers is not None
         return View.of(self._node.keeper.view.workers.record)
 

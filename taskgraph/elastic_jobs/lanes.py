@@ -82,6 +82,7 @@ def packed_pieces(source: Source) -> list[Any]:
 
 
 def unpacked_pieces(packed: Sequence[Any]) -> list[Any]:
+    """Returns the pieces that `packed_pieces` has packed."""
     digest, meta, buffers = packed
     found: list[Any] = decode(Encoded(meta.tobytes(), tuple(buffer.data for buffer in buffers), digest))
     return found
@@ -154,10 +155,12 @@ class Lanes:
         return self._readers[key]
 
     def _rows_of(self, number: int) -> Iterator[Any]:
+        """Returns an iterator over the rows of a piece of this pass."""
         seed = derived_seed(self.options.seed, self.pass_number, number)
         return rows_of(self._source, self._pieces[number], buffer=self.options.buffer, seed=seed)
 
     def _order(self, pass_number: int) -> NDArray[np.int64]:
+        """Returns the numbers of the pieces in the order of a pass."""
         return _order(len(self._pieces), pass_number, self.options.seed, self.options.shuffle)
 
     def keep_readers(self, lanes: set[int]) -> None:
@@ -194,18 +197,19 @@ class LaneStep:
 
     @property
     def ends_pass(self) -> bool:
-        self._after("ends_pass")
+        self._known_rows("ends_pass")
         return self._ends_pass
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        return self._after("rows").copy()
+        return self._known_rows("rows").copy()
 
     @property
     def size(self) -> int:
-        return len(self._after("size"))
+        return len(self._known_rows("size"))
 
-    def _after(self, what: str) -> NDArray[np.int64]:
+    def _known_rows(self, what: str) -> NDArray[np.int64]:
+        """Returns the step's rows. Raises StepError, for the call `what`, before the first round has given them."""
         if self._rows is None:
             raise StepError(f"step.{what} of a source is known after `for part in step`")
         return self._rows
@@ -302,6 +306,7 @@ class _Reader:
         return read
 
     def _seek(self, at: At) -> None:
+        """Opens the piece at a position, and takes the row there."""
         self.close()
         self._open(at.piece)
         self._rows = itertools.islice(self._piece, at.offset, None)

@@ -19,6 +19,7 @@ class Leaving:
         self._node = node
 
     def begin(self, why: str) -> None:
+        """Lets the worker drain, once, and announces it if the node runs."""
         node = self._node
         if node.draining:
             return
@@ -28,6 +29,7 @@ class Leaving:
             self.announce()
 
     def announce(self) -> None:
+        """Begins to write into etcd that this node drains."""
         self._node.own(self._node.announce(), "announce the drain")
 
     @property
@@ -40,5 +42,6 @@ class Leaving:
 
     @property
     def over(self) -> bool:
+        """True once the draining worker is in no view, and may go."""
         node, known = self._node, self._node.keeper.view.workers
         return node.draining and (known is None or node.id not in {worker for worker, _ in known.record.workers})

@@ -49,5 +49,6 @@ def library_threads(count: int) -> Iterator[None]:
 
 
 def _threaded() -> list[OpenBlas]:
+    """Returns the libraries here that compute in threads: OpenBLAS, and PyTorch if it is imported."""
     torch = sys.modules.get("torch")
     return [*openblas_here(), *([OpenBlas(torch.get_num_threads, torch.set_num_threads)] if torch is not None else ())]

@@ -122,7 +122,7 @@ class ElasticNode(WorkerNode):
         self.begin_anew()
 
     def _made_together(self) -> GroupSums | None:
-        """Makes what sums by the job's communicator, in a process of its own."""
+        """Makes what sums by the job's communicator; None: it has none, or shares its process with other nodes."""
         elastic = self.job.elastic
         if elastic is None or not elastic.communicator or not self.own_process:
             return None
@@ -130,9 +130,11 @@ class ElasticNode(WorkerNode):
         return GroupSums(self, name, fail=self.fail_by, send=self._send_key, changed=self.look_again)
 
     def _send_key(self, view: int, key: str, value: bytes) -> None:
+        """Sends a key of the process group to all other workers of a view."""
         self.engine.send_key(view, key, value)
 
     def _renewed_in(self) -> int:
+        """Returns the view whose workers are to try again in another one, since its process group failed; -1: none."""
         return -1 if self._together is None else self._together.renewed_in
 
     def _close_group(self) -> None:
@@ -152,6 +154,7 @@ class ElasticNode(WorkerNode):
         self.views.wake.set()
 
     def _note_stable(self, positions: int) -> None:
+        """Tells reports and user code that the totals below `positions` are stable."""
         self.reports.note_stable(positions)
         self.call.note_stable()
         if self._drains:
@@ -184,6 +187,7 @@ class ElasticNode(WorkerNode):
                     return
 
     def _call_function(self, call: UserCall) -> tuple[Encoded, int]:
+        """Calls the job's function, in user code's thread. Returns its encoded value, and the number of totals."""
         elastic = self.job.elastic
         assert elastic is not None
         run = Run(call)
@@ -224,6 +228,7 @@ class ElasticNode(WorkerNode):
         await self.fail_with(error, None, None, (*fences, self._own_key()), "")
 
     def _own_key(self) -> Compare:
+        """Returns the fence that fails if this node's key has changed."""
         return Compare(self.keeper.view.keys.node(self.id), self.node_revision)
 
     async def _finish(self, call: UserCall) -> bool:

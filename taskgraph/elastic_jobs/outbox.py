@@ -49,12 +49,16 @@ _NAMES: Final = {
 
 
 class _Waiting(NamedTuple):
+    """A message that is not sent yet."""
+
     view: int
     message: Call
     mark: Mark | None
 
 
 class _Sent(NamedTuple):
+    """A message that is sent, and unconfirmed."""
+
     call: asyncio.Future[Reply]
     what: _Waiting
 
@@ -118,6 +122,7 @@ class Outbox:
             self._waiting.popleft()
 
     def _begin(self, message: Call, quiet: bool) -> asyncio.Future[Reply] | None:
+        """Sends a message, and returns the call, whose result is the reply; None: there is no session."""
         peer = self._node.router.peer(self._peer)
         if peer is None or self._node.injects_held:
             return None
@@ -154,11 +159,13 @@ class Outbox:
         task.add_done_callback(self._sent_all)
 
     def _sent_all(self, task: asyncio.Future[None]) -> None:
+        """Goes on without a task, once `_send_all` has ended."""
         self._sending = None
         if not task.cancelled() and self._node.running:
             self._send_now()
 
     async def _send_all(self) -> None:
+        """Sends what waits, one message after another, until none waits."""
         while self._waiting:
             first = self._waiting[0]
             if first.view >= self._view():
@@ -168,6 +175,7 @@ class Outbox:
             self._waiting.popleft()
 
     def _note_sent(self, sent: _Waiting) -> None:
+        """Keeps a span of a message that was sent."""
         if sent.mark is not None:
             value = getattr(sent.message, "value", None)
             size = value.size_bytes if isinstance(value, Encoded) else -1
@@ -175,6 +183,7 @@ class Outbox:
             self._trace.keep(sent.mark, "send", f"{name} to {peer}", peer=peer, size_bytes=size)
 
     async def _sent(self, message: Call) -> bool:
+        """Sends a message. Returns True once it is taken; False, after a pause, if it must be sent again."""
         peer = self._node.router.peer(self._peer)
         if peer is not None:
             try:
@@ -191,12 +200,14 @@ class Outbox:
         return False
 
     async def _inject(self, message: Call) -> None:
+        """Lets an injected fault act before a message is sent."""
         if self._node.injects_held and isinstance(message, PartSums | HoldsTotals | WorkerReport):
             stage = {PartSums: "part", HoldsTotals: "total", WorkerReport: "report"}[type(message)]
             await self._node.point(stage, 0, message.position)
 
 
 def _forget(call: asyncio.Future[Reply]) -> None:
+    """Cancels a call, without a call of its listener."""
     if isinstance(call, CallFuture):
         call.listener = None
     call.cancel()
@@ -217,6 +228,7 @@ class Outboxes:
         self._outboxes: dict[str, Outbox] = {}
 
     def to(self, worker: str) -> Outbox:
+        """Returns the outbox for a worker."""
         if worker not in self._outboxes:
             self._outboxes[worker] = Outbox(self._node, self._trace, worker, self._view, self._refused)
         return self._outboxes[worker]
@@ -229,7 +241,7 @@ class Outboxes:
                 self.to(worker).put(view, message)
 
     def confirm(self, stable: int) -> None:
-        """All workers of the view hold the totals below `stable`."""
+        """Drops the messages that workers have taken: all of the view hold the totals below `stable`."""
         for outbox in self._outboxes.values():
             outbox.confirm(stable)
 

@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 def kept_modules(state: Any) -> Modules | None:
-    """Keeps buffers and modes of all modules of a state: pieces change them on the workers that compute some."""
+    """Returns a state's modules, with the buffers and modes of now to put back later; None: no PyTorch."""
     if pytorch() is None:
         return None
     from taskgraph.elastic_jobs.modules import Modules
@@ -112,6 +112,7 @@ class Round:
         return sums
 
     def _check_parameters(self, where: str) -> None:
+        """Raises StepError if a part has changed a parameter, or left a gradient."""
         assert self.gradients is not None
         if (changed := self.gradients.changed()) is not None:
             raise StepError(
@@ -125,6 +126,7 @@ class Round:
             )
 
     def _check_alike(self, where: str, sums: Sums, collected: Mapping[str, Any]) -> None:
+        """Raises StepError if a part contributes other names, shapes or dtypes than the first one."""
         assert self._first is not None
         first, of_first = self._first
         if collected.keys() != self._collected:
@@ -182,6 +184,7 @@ class Part:
         self._trained: _Backward | None = None
 
     def begin(self) -> None:
+        """Seeds the generators for this part and round."""
         seed_generators(derived_seed(self.seed, self._round.place.round))
 
     def joined(self, before: Part) -> Part:
@@ -277,6 +280,7 @@ class Part:
             )
 
     def _weight(self, weight: Any, reduce: str) -> float:
+        """Returns the weight of a loss. Raises StepError if it, or `reduce`, does not fit."""
         counted = float(self.size if weight is None else weight)
         if not (math.isfinite(counted) and counted >= 0):
             raise StepError(f"part.backward(weight={counted}): must be 0 or more")
@@ -319,6 +323,7 @@ class _Backward:
         self.taken: dict[str, Any] = {}
 
     def take(self, loss: float, taken: Mapping[str, Any]) -> None:
+        """Adds a loss and its gradients."""
         self.loss += loss
         for name, gradient in taken.items():
             self.taken[name] = self.taken[name] + gradient if name in self.taken else gradient

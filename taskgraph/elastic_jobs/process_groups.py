@@ -103,6 +103,7 @@ def sum_over(
 
 
 def _with_dtype(total: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Returns a total of what `_as_summable` returned, in the dtype before that."""
     return total.astype(dtype) if dtype.kind in "iu" and dtype.itemsize < total.itemsize else total.view(dtype)
 
 

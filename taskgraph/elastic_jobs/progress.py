@@ -110,6 +110,7 @@ class Progress:
         return step
 
     def _wait(self) -> None:
+        """Waits, the first time, until user code may compute, and keeps the copied state, if there is one."""
         if self._begun:
             return
         self._begun = True

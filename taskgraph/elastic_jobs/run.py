@@ -159,6 +159,7 @@ class Run:
                 raise StepError(f"{call} {again}: a job has one loop, since newcomers begin at its top")
 
     def _pieces(self, call: str, function: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
+        """Computes pieces as `Progress.pieces` does. Raises StepError within a loop over parts or pieces."""
         if self._steps is not None and self._steps.in_part_loop:
             raise StepError(f"{call} in the part loop: call it before or after `for part in step`")
         if self._shards is not None and self._shards.number >= 0:
@@ -314,6 +315,7 @@ class Run:
         return unpacked_pieces(packed)
 
     def _lanes(self, source: Source, options: LaneOptions) -> Lanes:
+        """Makes the lanes of a source, which travel with the state."""
         call = "run.steps(source)"
         pieces = self._pieces_of(call, source)
         lanes = Lanes(source, pieces, options, lambda function, numbers: self._pieces(call, function, [*numbers]))

@@ -30,7 +30,7 @@ class Turn:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Runs user code."""
+        """Waits for the turn, and has it in the block, which runs user code."""
         with self._lock:
             _this_thread.has_turn = True
             try:
@@ -40,7 +40,7 @@ class Turn:
 
     @contextlib.contextmanager
     def passed(self) -> Iterator[None]:
-        """Waits within `taken`, while other workers run."""
+        """Passes the turn on in the block, which waits; then waits for the turn again."""
         self._lock.release()
         try:
             yield

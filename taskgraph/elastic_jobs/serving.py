@@ -63,6 +63,7 @@ class Serving:
         return Accepted()
 
     async def __call__(self, peer: str, message: Call) -> Reply:
+        """Answers a call."""
         node = self._node
         if not node.running:
             return Refusal(Reason.CLOSING, "")
@@ -90,6 +91,7 @@ class Serving:
         return Refusal(Reason.CLOSING, "")
 
     def _totals_for(self, newcomer: str, message: FollowTotals) -> Reply:
+        """Returns totals for a newcomer, and keeps those from its position on."""
         engine = self._node.engine
         first, totals = engine.totals.page(message.position)
         if first <= message.position:

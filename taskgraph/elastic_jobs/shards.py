@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def _keep_nothing() -> None:
-    """Results are of no interest here."""
+    """Does nothing: nobody keeps results."""
 
 
 class RunOfShards(Protocol):
@@ -101,19 +101,21 @@ class Pieces:
         return ticket
 
     def _piece_failed(self, failure: Failure) -> PieceFailed:
+        """Returns the error for a piece that failed for good."""
         number = int(self._numbers[failure.piece])
         text = f"piece {number} raised on {failure.worker}, as often as its attempts allow"
         return PieceFailed(text, piece=number, node=failure.worker, traceback=failure.text)
 
     def finish(self, rows: int = 0) -> None:
-        """The piece at work is done."""
+        """Ends the piece at work, which is done."""
         self._finish(rows, None)
 
     def fail(self, error: BaseException) -> None:
-        """User code has raised in the piece at work."""
+        """Ends the piece at work, in which user code has raised."""
         self._finish(0, error)
 
     def _finish(self, rows: int, error: BaseException | None) -> None:
+        """Gives the piece at work to the rounds, with its pushes or the error."""
         ticket, watch, gifts = self.at_work, self.run.progress.watch, self.run.gifts
         assert ticket is not None
         self.at_work = None
@@ -166,6 +168,7 @@ class Shards(Generic[R]):
         raise StopIteration
 
     def _end_piece(self, pieces: Pieces) -> None:
+        """Ends the piece at work, if there is one: it is done, or `fail` was called."""
         error, self._error = self._error, None
         if pieces.at_work is None:
             return

@@ -68,6 +68,7 @@ def _pairs(found: list[_Array]) -> Iterator[tuple[_Array, _Array]]:
 
 
 def _error(plain: _Array, other: _Array) -> StateError:
+    """Returns the error for two arrays that share memory."""
     example = f"{other.path}.{'copy' if isinstance(plain.value, np.ndarray) else 'clone'}()"
     if not other.plain:
         example = "{k: v.clone() for k, v in model.state_dict().items()}"

@@ -62,6 +62,7 @@ class Silence:
                 self._changed()
 
     async def _ask(self, worker: str) -> None:
+        """Asks one worker, and notes its answer."""
         try:
             peer = self._node.router.peer(worker)
             if peer is not None:

@@ -61,7 +61,7 @@ class Slices:
         self._found: dict[tuple[int, int, str], Sums] = {}  # by view, position and owner
 
     def begin(self, at: SumTogether, own: Mapping[Span, Sums], received: Mapping[Span, Sums], whole: Sums) -> None:
-        """Adds up this worker's slice, if it owns one, and sends the sum.
+        """Begins to add up this worker's slice, if it owns one (large ones in a thread); then sends the sum.
 
         Args:
             own: what this worker contributed.
@@ -80,12 +80,14 @@ class Slices:
             self._give(at, add())
 
     async def _add_in_thread(self, at: SumTogether, add: Callable[[], tuple[Sums, Encoded]]) -> None:
+        """Adds up the slice in a thread, and gives the sum unless the view has changed meanwhile."""
         made = await self._node.threads.run(add)
         if at is self._at:
             self._give(at, made)
             self._changed()
 
     def _give(self, at: SumTogether, made: tuple[Sums, Encoded]) -> None:
+        """Keeps the sum of this worker's slice, and sends it to all others."""
         sums, value = made
         self.put(at.view, at.position, self._node.id, sums)
         self._send(at.view, SliceSum(at.view, at.position, value))
@@ -103,7 +105,7 @@ class Slices:
         return tuple(w for w in at.owners if w != self._node.id and (at.view, at.position, w) not in self._found)
 
     def take(self) -> tuple[SumTogether, Total] | None:
-        """Returns what was added up, and the total, once the sums of all slices are there."""
+        """Returns what was added up, and the total, once the sums of all slices are there; None: they are not."""
         at, whole = self._at, self._whole
         if at is None or whole is None:
             return None
@@ -122,6 +124,7 @@ class Slices:
 
 
 def _add(slices: Mapping[Span, Sums], allocate: Allocate) -> tuple[Sums, Encoded]:
+    """Returns the sum of a slice, also encoded."""
     added = add_up(slices, Span(0, max(span.end for span in slices)), allocate)
     sums = Sums(added.layout, added.arrays)
     return sums, encode_sums([sums], allocate)

@@ -62,6 +62,7 @@ class State:
 
 
 def _unknown(name: str, objects: dict[str, Any]) -> str:
+    """Returns the text for a name that the state does not have."""
     return (
         f"the state has no {name!r}, only {', '.join(sorted(objects)) or 'nothing'}: name it in run.state({name}=...), "
         f"or use a variable for what no later step reads"
@@ -93,7 +94,7 @@ def check_parameters(state: Any) -> None:
                     f"the parameter {name}.{path} has no shape yet: call its lazy module once before the first step"
                 )
     known = (torch.nn.Module, torch.optim.Optimizer)
-    others = [type(leaf) for _, leaf in found if _has_dict(leaf) and not isinstance(leaf, known)]
+    others = [type(leaf) for _, leaf in found if _has_state_dict(leaf) and not isinstance(leaf, known)]
     if any(not kind.__module__.startswith("torch.") for kind in others):
         return  # it may have parameters of its own
     for name, leaf in found:
@@ -247,7 +248,7 @@ def _captured(value: Any) -> Any:
         }
     if torch is not None and isinstance(value, torch.Tensor):
         return value.detach() if type(value) is torch.Tensor else value.detach().as_subclass(torch.Tensor)
-    if _has_dict(value):
+    if _has_state_dict(value):
         return _captured(value.state_dict())
     if _is_dataclass(value):
         return _captured(_items(value))
@@ -266,7 +267,7 @@ def _loaded(name: str, known: Any, new: Any) -> Any:
         return known
     if torch is not None and isinstance(known, torch.Tensor):
         return _loaded_tensor(torch, known, new)
-    if _has_dict(known):
+    if _has_state_dict(known):
         _load_dict(name, known, new)
         return known
     if isinstance(known, np.ndarray) and _fits(known, new):
@@ -290,6 +291,7 @@ def _loaded(name: str, known: Any, new: Any) -> Any:
 
 
 def _load_module(name: str, module: Any, captured: Any) -> None:
+    """Loads a captured PyTorch module: its state, and the modes and `requires_grad` that a state dict lacks."""
     state = module.state_dict()
     state.clear()  # keeps the versions of the modules, which a plain dict has not
     state.update(writable(captured["state"]))
@@ -301,6 +303,7 @@ def _load_module(name: str, module: Any, captured: Any) -> None:
 
 
 def _load_dict(name: str, known: Any, state: Any) -> None:
+    """Calls `load_state_dict`. Raises StateError, with advice, if the object is unlike the captured one."""
     try:
         known.load_state_dict(copy.deepcopy(writable(state)) if type(state) is dict else state)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -311,6 +314,7 @@ def _load_dict(name: str, known: Any, state: Any) -> None:
 
 
 def _loaded_tensor(torch: ModuleType, known: Any, new: Any) -> Any:
+    """Loads a tensor in place if shape and dtype are equal. Returns what takes its place."""
     if not isinstance(new, torch.Tensor):
         return writable(new)
     if new.shape == known.shape and new.dtype == known.dtype:
@@ -320,17 +324,19 @@ def _loaded_tensor(torch: ModuleType, known: Any, new: Any) -> Any:
     return new.clone().to(known.device).requires_grad_(known.requires_grad)
 
 
-def _has_dict(value: Any) -> bool:
+def _has_state_dict(value: Any) -> bool:
+    """True if an object has `state_dict` and `load_state_dict`."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not _has_dict(value)
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not _has_state_dict(value)
 
 
 def _fits(known: np.ndarray[Any, Any], new: Any) -> bool:
+    """True if an array can be loaded in place from a captured one."""
     same = isinstance(new, np.ndarray) and new.shape == known.shape and new.dtype == known.dtype
     return same and known.flags.writeable
 

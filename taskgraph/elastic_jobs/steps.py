@@ -232,7 +232,7 @@ class Step:
         return not self._over
 
     def check_state(self, found: dict[str, bytes]) -> None:
-        """Compares the state, as all workers have it before this step, in the tag of the first round."""
+        """Puts the digest of the state before this step into the tag of its first round, to be compared."""
         self._state = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).digest()
         self._steps.run.progress.node.note_digests(self.number, found)
 
@@ -245,10 +245,11 @@ class Step:
             self._gradients.clear()
 
     def begin_code(self) -> None:
-        """User code goes on, outside the part loop."""
+        """Begins a span of user code outside the part loop, for `taskgraph trace`."""
         self._code = self._steps.run.progress.node.trace.begin()
 
     def _end_code(self) -> None:
+        """Ends the span of user code."""
         self._steps.run.progress.node.trace.keep(self._code, "loop", "your code")
 
     def _check_finite(self, sums: Sums, total: dict[str, Any]) -> None:
@@ -278,27 +279,28 @@ class Step:
     @property
     def loss(self) -> float:
         """sum(weight * loss) / sum(weight) over the losses that parts gave to `backward` in the last round."""
-        total = self._after("step.loss")
+        total = self._total_for("step.loss")
         if "loss" not in total:
             raise StepError("step.loss: no part called part.backward in the last round")
         return float(total["loss"] / total["weight"]) if total["weight"] else math.nan
 
     def __getitem__(self, name: str) -> Any:
         """The total of what the parts added under a name in the last round."""
-        added = self._after(f"step[{name!r}]")["add"]
+        added = self._total_for(f"step[{name!r}]")["add"]
         if name not in added:
             raise StepError(f"no part added {name!r}: there is {', '.join(map(repr, added)) or 'nothing'}")
         return added[name]
 
     def all(self, name: str) -> list[Any]:
         """Returns what the parts collected under a name in the last round, in the order of the parts."""
-        self._after(f"step.all({name!r})")
+        self._total_for(f"step.all({name!r})")
         if not self._collected or not all(name in trees for trees in self._collected):
             there = sorted({name for trees in self._collected for name in trees})
             raise StepError(f"no part collected {name!r}: there is {', '.join(map(repr, there)) or 'nothing'}")
         return [trees[name] for trees in self._collected]
 
-    def _after(self, what: str) -> dict[str, Any]:
+    def _total_for(self, what: str) -> dict[str, Any]:
+        """Returns the last total. Raises StepError, for the call `what`, if there is none yet."""
         self.check_part_loop_ended()
         if self._total is None:
             raise StepError(f"{what} is there after `for part in step`")

@@ -115,7 +115,7 @@ class Tables:
         return min((table.options.staleness for table in self if table.options.staleness), default=0)
 
     def take(self, ticket: Ticket, *, counts: bool) -> Packed | None:
-        """User code has finished a piece: returns what it pushed, if that counts."""
+        """Ends the pushes of a piece. Returns what it pushed; None: nothing, or the piece does not count."""
         pushes, self.pushes = self.pushes, None
         if pushes is None or not counts:
             return None
@@ -261,6 +261,7 @@ class RunTable:
         return f"table {self.name!r}"
 
     def _pushes(self, call: str) -> Pushes:
+        """Returns the pushes of the part or piece at work. Raises TableError if there is none."""
         if self._of.pushes is None:
             raise TableError(
                 f"{self._title}.{call} outside a part: what all workers push alike could not be counted once; call it "
@@ -269,6 +270,7 @@ class RunTable:
         return self._of.pushes
 
     def _ids(self, ids: ArrayLike | None, call: str) -> Ids:
+        """Returns ids as an array; all of a table with `rows` for None. Raises TableError if they are wrong."""
         rows, what = self.options.rows, f"{self._title}.{call}"
         if ids is None and rows is None:
             raise TableError(f"{what} needs ids: only a table with rows=... knows all of its own")

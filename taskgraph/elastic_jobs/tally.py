@@ -181,6 +181,7 @@ class Tally:
         return settled
 
     def _count(self, news: News, settled: Settled) -> None:
+        """Counts the results and errors of one worker's news."""
         for at, (ticket, rows) in enumerate(news.done):
             if self.ledger.count(news.holder, ticket, self.now, rows):
                 settled.counted.append((news.holder, ticket, news.gifts.get(at)))
@@ -204,7 +205,7 @@ class Tally:
     # -- as a value -------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns it as a value that travels; as large as what is under way."""
+        """Returns the tally as a value that travels; as large as what is under way."""
         return {"ledger": self.ledger.state(), "view": [self.view[0], list(self.view[1])], "now": self.now}
 
     @classmethod

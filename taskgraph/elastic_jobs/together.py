@@ -53,6 +53,7 @@ class _Keys:
         self._closed = False
 
     def set(self, key: str, value: bytes) -> None:
+        """Sets a key for all workers of the view."""
         self.put(key, value)
         self._send(key, value)
 
@@ -81,6 +82,7 @@ class _Keys:
         return key in self._found
 
     def close(self) -> None:
+        """Ends all waits for keys, with GroupClosed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -128,6 +130,7 @@ class _Group:
             abort(self._group, self._backend)
 
     def _run(self, rank: int, size: int, host: str) -> None:
+        """Makes the process group, and then carries out operations until the group is closed. Runs in the thread."""
         failure: Exception | None = None
         try:
             from taskgraph.elastic_jobs.process_groups import make_group, sum_over
@@ -150,6 +153,7 @@ class _Group:
 
 
 def _settle(result: Result, found: list[NDArray[Any]] | Exception) -> None:
+    """Sets the result or the error of an operation, unless it has one."""
     try:
         if isinstance(found, Exception):
             result.set_exception(found)
@@ -208,6 +212,7 @@ class GroupSums:
             self._group = _Group(self._backend, number, rank, len(view.workers), self._host(), send)
 
     def _host(self) -> str:
+        """Returns an address of this host that other workers reach."""
         addresses = (tcp_address(endpoint)[0] for endpoint in self._node.transport.endpoints)
         return next(filter(None, addresses), "127.0.0.1")
 
@@ -239,7 +244,7 @@ class GroupSums:
         return sums
 
     async def _try_again(self, view: int, error: Exception) -> None:
-        """Waits for a view without the worker whose loss was the reason. If none comes, the same workers try again.
+        """Waits for a view without the worker whose loss was the reason; else the same workers try again.
 
         The job fails if that is of no use.
         """

@@ -170,7 +170,7 @@ class UserCall:
         return self._dealt.pop(0)
 
     def _first_of(self, dealt: Sequence[int], of: int) -> int:
-        """Returns the first of the parts that user code has got; the others follow."""
+        """Returns the first of the parts that user code has got; the next calls of `ask` return the others."""
         first, *self._dealt = dealt
         self._merging = Merging(dealt, of, self.allocate)
         self._handed_at = self._node.threads.clock()
@@ -244,7 +244,7 @@ class UserCall:
     def run_rounds(
         self, rounds: Callable[[Engine], Coroutine[Any, Any, None]], over: Callable[[BaseException | None], None]
     ) -> None:
-        """Runs a coroutine on the loop, beside user code, which asks for nothing meanwhile.
+        """Begins a coroutine on the loop, beside user code, which asks for nothing meanwhile.
 
         Args:
             over: called on the loop with what ended it: `Stopped` if the call ends before.
@@ -316,7 +316,7 @@ class UserCall:
             self._engine.heard()
 
     def note_stable(self) -> None:
-        """More totals are stable."""
+        """Gives copies of the state to those that wait for them, if the totals before them are stable now."""
         stable = self._engine.core.stable
         for copy, awaited in self._unstable:
             if copy.position <= stable and not awaited.done():
@@ -330,6 +330,7 @@ class UserCall:
         return self.value
 
     def _asked(self, position: int, parts: int, tag: bytes, answer: Any, finished: Finished | None) -> None:
+        """Gives the engine what user code has finished, and asks for it. Answers with `Stopped` if the call ends."""
         if finished is not None:
             self._engine.computed(position, parts, tag, finished)
         if self._stopped or not self._node.running:
@@ -340,6 +341,7 @@ class UserCall:
     def _begin_rounds(
         self, rounds: Callable[[Engine], Coroutine[Any, Any, None]], over: Callable[[BaseException | None], None]
     ) -> None:
+        """Begins the coroutine of `run_rounds`."""
         if self._stopped or not self._node.running:
             over(Stopped())
             return
@@ -359,6 +361,8 @@ class UserCall:
         self._rounds.add_done_callback(ended)
 
     def _run_and_tell(self, work: Callable[[], Coroutine[Any, Any, None]], done: Any) -> None:
+        """Begins a coroutine, and ends the wait in `wait_for` when it has run."""
+
         def over(ran: asyncio.Task[None]) -> None:
             if ran.cancelled() or ran.exception() is not None:
                 done.set_exception(Stopped())
@@ -371,6 +375,7 @@ class UserCall:
             self._node.own(work(), "wait for user code").add_done_callback(over)
 
     def _given(self, copy: StateCopy) -> None:
+        """Keeps a copy of the state until the totals before it are stable, for those that wait for it now."""
         wanted, self._wanted = self._wanted, []
         for newcomer, awaited in wanted:
             if newcomer:

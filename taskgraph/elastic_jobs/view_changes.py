@@ -56,6 +56,7 @@ class ViewChanger:
         return () if known is None else tuple(worker for worker, _ in known.record.workers)
 
     def stop_joining(self) -> None:
+        """Cancels the attempt to enter a view, if there is one."""
         if self._joining is not None:
             self._joining.cancel()
         self._joining = None
@@ -81,7 +82,7 @@ class ViewChanger:
     # -- a view is read ---------------------------------------------------------------------------
 
     async def _read(self, view: View) -> None:
-        """Begins, joins, or goes on."""
+        """Follows a view from etcd: begins in it if it is the first, else begins to join, or goes on."""
         node = self._node
         if view.number < self._outside_since:
             return  # a message brought the one that excludes this worker
@@ -106,7 +107,7 @@ class ViewChanger:
         core.enter(view.lineage)
 
     def excluded(self) -> None:
-        """This worker has read a view without itself."""
+        """Handles a view without this worker: it begins anew, unless it drains."""
         node = self._node
         assert node.engine.core.view is not None
         self._outside_since = node.engine.core.view.number
@@ -120,6 +121,7 @@ class ViewChanger:
     # -- the next view ----------------------------------------------------------------------------
 
     def _proposal(self) -> View | None:
+        """Returns the view that this worker proposes now; None: none."""
         node, job = self._node, self._node.keeper.view
         if job.workers is None:
             waits = node.now() < node.started_at + node.settings.start_wait_s
@@ -130,6 +132,7 @@ class ViewChanger:
         return next_view(job, node.id, core, gone=node.gone, suspects=missed, outvoted=outvoted, again=self._again())
 
     async def _propose(self, view: View) -> None:
+        """Writes the next view. If that fails, pauses, so that the caller decides anew."""
         node = self._node
         job, before, writer = node.keeper.view, self.workers, node.writer()
         txn = transactions.propose(job, view, node=node.id, node_revision=node.node_revision, writer=writer)
@@ -145,6 +148,7 @@ class ViewChanger:
         await node.keeper.wait_for_revision(revision)
 
     def _emit_began(self, view: View) -> None:
+        """Emits that the job began, or goes on from a checkpoint."""
         pointer, names = self._node.keeper.view.checkpoint, ", ".join(map(name_of, view.workers))
         began = f"the job goes on from the checkpoint of sum {pointer.record.epoch}" if pointer else "the job began"
         self._node.events.emit("began", f"{began}: {counted(len(view.workers), 'worker')}: {names}")
@@ -160,6 +164,7 @@ class ViewChanger:
     # -- no whole worker is left ------------------------------------------------------------------
 
     def _must_go_on_alone(self) -> bool:
+        """True if no worker holds all totals, and this one is to begin a lineage."""
         node = self._node
         if node.draining and node.engine.core.phase == Phase.OUTSIDE:
             return False
@@ -221,6 +226,7 @@ class ViewChanger:
         await node.fail_by(error, Compare(job.keys.workers, job.workers.mod_revision))
 
     async def _fail_without_state(self) -> None:
+        """Fails the job: no worker holds the state, and there is no checkpoint."""
         node, job = self._node, self._node.keeper.view
         assert job.workers is not None
         error = JobError(

@@ -84,6 +84,7 @@ _uint8: Final = np.uint8
 
 
 def _find_mark(base: object) -> _DecodedMark | None:
+    """Returns the mark of an array that `immutable_base` made; None for any other object."""
     if type(base) is np.ndarray:
         for found in getweakrefs(base):
             if type(found) is _DecodedMark:
@@ -196,6 +197,7 @@ class PendingCopy:
         return hasher.digest()
 
     def _copy_piece(self, begin: int, end: int) -> memoryview:
+        """Copies bytes `begin` to `end`, and returns the copy of them."""
         piece = self._target[begin:end]
         if self._source is not None:
             np.copyto(piece, self._source[begin:end])
@@ -301,6 +303,7 @@ def known_digest(array: Array, meta: bytes) -> bytes | None:
 
 
 def _is_immutable(array: Array) -> bool:
+    """True if the array's memory never changes, and at least half of it is the array."""
     if array.flags.writeable:
         return False
     base: Any = array

@@ -97,6 +97,7 @@ class Reader:
         return self._make_array(data, 0 if large else at, dtype, shape, nbytes, 0)
 
     def read_extension(self, code: int, payload: memoryview) -> Any:
+        """Decodes an extension of a tree by its code. Raises DecodeError if the code is unknown."""
         read = self.extensions.get(code)
         if read is None:
             raise DecodeError(f"a value has a part of the unknown kind {code}")
@@ -231,6 +232,7 @@ class Reader:
     def _make_array(
         self, data: Any, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int, number: int
     ) -> Any:
+        """Makes an array of the bytes that begin at `at`, on the device if it was on one. Raises DecodeError."""
         self._check_bounds(data, at, dtype, nbytes)
         try:
             if type(data) is DeviceBuffer:
@@ -271,6 +273,7 @@ _current: Final = _Current()
 
 
 def _extension(code: int, payload: memoryview) -> Any:
+    """Decodes an extension by the reader at work in this thread."""
     assert _current.reader is not None
     return _current.reader.read_extension(code, payload)
 

@@ -115,6 +115,7 @@ def _digest_block(buffer: memoryview | Source, begin: int) -> bytes:
 
 
 def _hash_head(value: bytes | bytearray | memoryview, sizes: Sequence[int]) -> xxhash.xxh3_128:
+    """Begins a digest: with the value, its length, and those of its buffers."""
     whole = xxhash.xxh3_128(value)
     whole.update(struct.pack(f"<{len(sizes) + 1}Q", len(value), *sizes))
     return whole
@@ -132,6 +133,7 @@ class StreamingDigest:
         self._block_left = self._next_block()  # bytes to come of the current block
 
     def _next_block(self) -> int:
+        """Returns the size of the block that comes next; 0: all blocks have come."""
         return min(self._sizes_left[-1], BLOCK_BYTES) if self._sizes_left else 0
 
     def update(self, data: memoryview, /) -> None:

@@ -113,6 +113,7 @@ class Writer:
             )
 
     def extension(self, code: int, payload: bytes) -> Ext:
+        """Makes an extension, and notes that the tree has one."""
         self.extended = True
         return Ext(code, payload)
 
@@ -288,6 +289,7 @@ def _host_copy(writer: Writer, value: OnDevice, order: bytes = b"") -> Ext:
 
 
 def _device_array(writer: Writer, value: Any, device: Device) -> Ext:
+    """Encodes an array on a device: a copy that stays there if that is possible, else a copy on the host."""
     order = b""
     if writer.ordered and hasattr(value, "strides"):
         value, order = _in_c_order(writer, value)
@@ -386,6 +388,7 @@ def _protobuf(writer: Writer, value: Any) -> Ext:
 
 
 def _convert_other(writer: Writer, value: Any) -> Any:
+    """Converts a value whose type is not in `_CONVERT`. Raises CannotTravel if it cannot travel."""
     kind = type(value)
     if known := codecs.message_of(kind):
         return _message(writer, value, known)

@@ -44,6 +44,7 @@ class CannotTravel(Exception):
         self.steps: list[str] = []
 
     def at(self, step: str) -> CannotTravel:
+        """Adds a step to the path, and returns this exception."""
         self.steps.append(step)
         return self
 
@@ -109,6 +110,7 @@ _AS_TEXTS: Final = ("list(map(str, x))", lambda x: list(map(str, x)))
 
 
 def _specific_advice(value: Any) -> str:
+    """Returns the first advice that fits a value, or general advice."""
     if isinstance(value, type):
         return f"it is the class {value.__name__} itself: send one of it, or its name"
     if own := getattr(type(value), "__taskgraph_way_out__", None):

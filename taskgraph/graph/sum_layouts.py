@@ -17,7 +17,7 @@ from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.codecs import codec_named
 
-__all__ = ["NUMBERS", "Layout", "copied", "difference", "element_counts", "empty_array", "made_tree", "read_only"]
+__all__ = ["NUMBERS", "Layout", "copy_of", "difference", "element_counts", "empty_array", "make_tree", "read_only"]
 
 Layout = tuple[Any, ...]
 """("n", type) of a number; ("a", library, dtype, shape) of an array; ("d", names, layouts), ("l", layouts) and
@@ -51,13 +51,13 @@ def empty_array(size: int, dtype: np.dtype[Any], allocate: Allocate | None) -> N
 
 
 def read_only(array: NDArray[Any], library: str) -> NDArray[Any]:
-    """Returns an array as a read-only view."""
+    """Makes an array read-only, and returns it, as `make_tree` wants it (`give`)."""
     array.flags.writeable = False
     return array
 
 
-def copied(allocate: Allocate | None, array: NDArray[Any], library: str) -> Any:
-    """Copies an array, to an array of its library."""
+def copy_of(allocate: Allocate | None, array: NDArray[Any], library: str) -> Any:
+    """Returns a copy of an array, as an array of a library."""
     copy = empty_array(array.size, array.dtype, allocate).reshape(array.shape)
     np.copyto(copy, array)
     match library:
@@ -72,7 +72,7 @@ def copied(allocate: Allocate | None, array: NDArray[Any], library: str) -> Any:
     return codec.decode(copy)
 
 
-def made_tree(
+def make_tree(
     layout: Layout,
     arrays: dict[np.dtype[Any], NDArray[Any]],
     at: dict[np.dtype[Any], int],
@@ -87,21 +87,22 @@ def made_tree(
     """
     kind = layout[0]
     if kind == "d":
-        return {name: made_tree(part, arrays, at, give) for name, part in zip(layout[1], layout[2], strict=True)}
+        return {name: make_tree(part, arrays, at, give) for name, part in zip(layout[1], layout[2], strict=True)}
     if kind in ("l", "t"):
-        items = [made_tree(part, arrays, at, give) for part in layout[1]]
+        items = [make_tree(part, arrays, at, give) for part in layout[1]]
         return items if kind == "l" else tuple(items)
     if kind == "n":
         dtype = np.dtype({"int": np.int64, "float": np.float64, "complex": np.complex128}[layout[1]])
-        return _MADE[layout[1]](_next(arrays, at, dtype, 1)[0])
+        return _MADE[layout[1]](_next_elements(arrays, at, dtype, 1)[0])
     _, library, name, shape = layout
     size = int(np.prod(shape, dtype=np.int64))
-    return give(_next(arrays, at, np.dtype(name), size).reshape(shape), library)
+    return give(_next_elements(arrays, at, np.dtype(name), size).reshape(shape), library)
 
 
-def _next(
+def _next_elements(
     arrays: dict[np.dtype[Any], NDArray[Any]], at: dict[np.dtype[Any], int], dtype: np.dtype[Any], size: int
 ) -> NDArray[Any]:
+    """Returns the next `size` elements of a dtype, and moves `at` on."""
     first = at[dtype]
     at[dtype] = first + size
     return arrays[dtype][first : first + size]

@@ -26,11 +26,11 @@ from taskgraph.graph.refusals import library_of
 from taskgraph.graph.sum_layouts import (
     NUMBERS,
     Layout,
-    copied,
+    copy_of,
     difference,
     element_counts,
     empty_array,
-    made_tree,
+    make_tree,
     read_only,
 )
 from taskgraph.graph.values import decode, encode
@@ -70,7 +70,7 @@ class Sums:
             JobError: something in it cannot be summed.
         """
         found = _Elements()
-        layout = _take(tree, found, "")
+        layout = _take_tree(tree, found, "")
         return cls(layout, found.joined(allocate), collected)
 
     @property
@@ -91,6 +91,7 @@ class Sums:
         return self._with((), self.collected)
 
     def _with(self, arrays: Sequence[NDArray[Any]], collected: Mapping[int, Encoded]) -> Sums:
+        """Returns sums of the same layout and workers, with these arrays and collected trees."""
         sums = Sums(self.layout, arrays, collected)
         sums.workers = self.workers
         return sums
@@ -150,10 +151,10 @@ class Sums:
         at = {array.dtype: 0 for array in self.arrays}
         arrays = {array.dtype: array for array in self.arrays}
         if not views:
-            return made_tree(self.layout, arrays, at, partial(copied, allocate))
+            return make_tree(self.layout, arrays, at, partial(copy_of, allocate))
         _, names, parts = self.layout
         return {
-            name: made_tree(part, arrays, at, read_only if name in views else partial(copied, allocate))
+            name: make_tree(part, arrays, at, read_only if name in views else partial(copy_of, allocate))
             for name, part in zip(names, parts, strict=True)
         }
 
@@ -185,6 +186,7 @@ def _is_finite(array: NDArray[Any]) -> bool:
 
 
 def _unlike_text(path: tuple[str, ...], first: str, second: str, workers: Sequence[str]) -> str:
+    """Returns the text for trees that cannot be summed as they differ."""
     where = ".".join(path[1:] if path[:1] == ("add",) else path) or "what they add"
     one, other = (f"the parts of {name}" for name in workers) if len(workers) == 2 else ("some parts", "others")
     return (
@@ -201,12 +203,13 @@ class _Elements:
         self._constant: set[int] = set()  # ids of arrays that do not change later
 
     def put(self, flat: NDArray[Any], constant: bool = False) -> None:
+        """Adds a flat array."""
         self._found.setdefault(flat.dtype, []).append(flat)
         if constant:
             self._constant.add(id(flat))
 
     def joined(self, allocate: Allocate | None) -> list[NDArray[Any]]:
-        """Copies them to one array for each dtype."""
+        """Returns one array for each dtype: copies, unless the only one does not change later."""
         return [
             flat[0] if len(flat) == 1 and id(flat[0]) in self._constant else _concatenated(flat, allocate)
             for flat in self._found.values()
@@ -230,7 +233,7 @@ def added(
     return out
 
 
-def _take(tree: Any, found: _Elements, where: str) -> Layout:
+def _take_tree(tree: Any, found: _Elements, where: str) -> Layout:
     """Returns the layout of a tree, and puts its elements into `found`."""
     if type(tree) is Sums:
         for array in tree.arrays:
@@ -247,10 +250,10 @@ def _take(tree: Any, found: _Elements, where: str) -> Layout:
         if not all(isinstance(name, str) for name in tree):
             raise JobError(f"{where or 'a dict'} has keys that are no texts: sums have names")
         names = sorted(tree)
-        return ("d", tuple(names), tuple(_take(tree[name], found, f"{where}[{name!r}]") for name in names))
+        return ("d", tuple(names), tuple(_take_tree(tree[name], found, f"{where}[{name!r}]") for name in names))
     if isinstance(tree, list | tuple):
         kind = "l" if isinstance(tree, list) else "t"
-        return (kind, tuple(_take(item, found, f"{where}[{i}]") for i, item in enumerate(tree)))
+        return (kind, tuple(_take_tree(item, found, f"{where}[{i}]") for i, item in enumerate(tree)))
     library, array = _as_numpy(tree, where)
     if array.dtype == np.bool_:
         array = array.astype(np.int64)
@@ -265,6 +268,7 @@ def _take(tree: Any, found: _Elements, where: str) -> Layout:
 
 
 def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
+    """Returns the library of an array, and its elements on the host. Raises JobError if the value is none."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         tensor = value.detach()

@@ -134,6 +134,7 @@ class _Team:
         self._helpers = 0
 
     def share(self, work: Work, blocks: int, most: int) -> None:
+        """Works on a pass with helpers, `most` at most. Returns when all its blocks are done."""
         shared = _Pass(work, blocks)
         self._open_passes[shared] = None  # before the call: a late helper must find this pass, and no older one
         try:
@@ -142,6 +143,7 @@ class _Team:
             del self._open_passes[shared]
 
     def _wake_helpers(self, most: int) -> bool:
+        """Wakes or starts a helper for each idle core, `most` at most. Returns False if no core is idle."""
         helpers = min(most, idle_cores())
         if helpers <= 0:
             return False
@@ -175,6 +177,7 @@ class _Team:
             self._helpers -= 1
 
     def _helper_loop(self) -> None:
+        """Works on all open passes, again and again; ends after `_IDLE_S` without a call. Runs in a helper."""
         # A lock for each helper, not a shared queue: up to Python 3.12 `SimpleQueue.get` waits for ever if another
         # thread takes the item just before the timeout.
         call = _thread.allocate_lock()

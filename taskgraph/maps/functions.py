@@ -15,7 +15,7 @@ from taskgraph.driver.sources import is_installed
 from taskgraph.errors import JobError
 from taskgraph.sources.reading import is_source
 
-__all__ = ["check_function", "find", "here", "listed", "reference"]
+__all__ = ["check_function", "find_function", "listed", "reference", "register_here"]
 
 V = TypeVar("V")
 
@@ -87,15 +87,15 @@ def reference(function: Callable[[Any], Any]) -> str:
     return json.dumps({"file": str(path), "name": name})
 
 
-def here(function: Callable[[Any], Any]) -> str:
-    """Returns a text by which this process finds a function; forget it with `find(..., forget=True)`."""
+def register_here(function: Callable[[Any], Any]) -> str:
+    """Returns a text by which this process finds a function; forget it with `find_function(..., forget=True)`."""
     token = str(next(_tokens))
     _here[token] = function
     return json.dumps({"here": token})
 
 
-def find(text: str, *, forget: bool = False) -> Callable[[Any], Any]:
-    """Returns the function that `reference` or `here` gave a text for.
+def find_function(text: str, *, forget: bool = False) -> Callable[[Any], Any]:
+    """Returns the function that `reference` or `register_here` gave a text for.
 
     Raises:
         JobError: it cannot be imported here.
@@ -115,6 +115,7 @@ def find(text: str, *, forget: bool = False) -> Callable[[Any], Any]:
 
 
 def _attribute(module: Any, name: str) -> Any:
+    """Returns the attribute of a module at a dotted name; None: it has none."""
     found = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -122,10 +123,12 @@ def _attribute(module: Any, name: str) -> Any:
 
 
 def _shown(function: Any) -> str:
+    """Names a function, for messages."""
     return getattr(function, "__qualname__", None) or repr(function)
 
 
 def _unnamed(function: Any, why: str) -> JobError:
+    """Returns the error for a function that other processes cannot import."""
     return JobError(
         f"tg.map: nodes cannot import {_shown(function)}: {why}. Give a function at the top level of a module or a "
         f"file (what it needs beside goes into the pieces), or compute in this process with nodes=0"

@@ -11,7 +11,7 @@ from taskgraph.elastic_jobs.run import Run
 from taskgraph.elastic_jobs.shards import Pieces
 from taskgraph.errors import PieceFailed
 from taskgraph.graph.values import encode
-from taskgraph.maps.functions import find
+from taskgraph.maps.functions import find_function
 from taskgraph.maps.records import AtWork, Kind, PieceFile, Record, RecordWriter
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.dealing import Ledger
@@ -25,10 +25,10 @@ def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, o
 
     Args:
         call: the name of the call, in files.
-        function: names the function (`functions.find`).
+        function: names the function (`functions.find_function`).
         attempts, on_error: as of `tg.map`.
     """
-    compute, pieces = find(function), PieceFile(Path(folder))
+    compute, pieces = find_function(function), PieceFile(Path(folder))
     todo = np.load(Path(folder) / f"todo-{call}.npy")
     ledger = Ledger(len(todo), attempts=attempts, on_error=on_error)
     writer = RecordWriter(Path(folder) / f"{call}-{run.worker}.results")

@@ -144,6 +144,7 @@ class Journal:
 
     @staticmethod
     def _manifest(function: str, pieces: int, digest: bytes) -> dict[str, Any]:
+        """Returns what a later call must have alike."""
         return {"format": _FORMAT, "function": function, "pieces": pieces, "digest": digest.hex()}
 
     def begin_job(self, numbers: NDArray[np.int64]) -> None:

@@ -23,7 +23,7 @@ from taskgraph.graph.values import decode
 from taskgraph.jobs import Job
 from taskgraph.launch.run import arun
 from taskgraph.launch.supervise import Hooks
-from taskgraph.maps.functions import check_function, find, here, listed, reference
+from taskgraph.maps.functions import check_function, find_function, listed, reference, register_here
 from taskgraph.maps.job import map_pieces
 from taskgraph.maps.journal import Journal
 from taskgraph.maps.records import Kind, Record
@@ -48,6 +48,8 @@ _POLL_S: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class _Options:
+    """The arguments of a call, beside the function and the pieces."""
+
     nodes: int
     attempts: int
     on_error: str
@@ -56,6 +58,7 @@ class _Options:
     progress: bool
 
     def check(self) -> None:
+        """Raises JobError if an argument does not fit."""
         if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 0:
             raise JobError(f"tg.map(nodes={self.nodes!r}): must be an int of at least 1, or 0 for this process")
         if isinstance(self.attempts, bool) or not isinstance(self.attempts, int) or self.attempts < 1:
@@ -129,14 +132,14 @@ def imap(
 
 
 class _Map:
-    """One call."""
+    """One call of `tg.map` or `tg.imap`."""
 
     def __init__(self, function: Callable[[Any], Any], pieces: list[Any], options: _Options) -> None:
         options.check()
         check_function(function)
         name = options.name or _name_of(function)
         check_not_importing(name)
-        self._function = here(function) if options.nodes == 0 else reference(function)
+        self._function = register_here(function) if options.nodes == 0 else reference(function)
         self._pieces = pieces
         self._options = options
         self._name = name
@@ -159,7 +162,7 @@ class _Map:
                 yield from self._compute(journal)
         finally:
             if options.nodes == 0:
-                find(self._function, forget=True)
+                find_function(self._function, forget=True)
 
     @property
     def _identity(self) -> str:
@@ -236,6 +239,7 @@ class _Map:
                 yield piece, decode(record.value, writable=True) if is_result else self._errors[piece]
 
     def _note_error(self, record: Record) -> None:
+        """Keeps the error of a piece; the first one that fails the map, too."""
         said = decode(record.value)
         failed = Failed(record.piece, said["node"], said["traceback"])
         self._errors[record.piece] = failed
@@ -262,6 +266,7 @@ class _Map:
         return error
 
     def _piece_failed(self, piece: int, node: str, often: str, traceback: str) -> PieceFailed:
+        """Returns the error for a piece that is to blame; `often` says what it did."""
         text = f"map {self._name!r}: piece {piece} {often}"
         return PieceFailed(text, piece=piece, node=node, traceback=traceback, job=self._name)
 
@@ -306,7 +311,7 @@ class _Running:
         self._thread.join()
 
     def wait(self, timeout_s: float) -> bool:
-        """Returns True once the job has ended."""
+        """Waits for the job's end, at most this long. Returns True if it has ended."""
         return self._ended.wait(timeout_s)
 
 

@@ -112,6 +112,7 @@ class RecordWriter:
                 self._write(self._waiting)
 
     def _write(self, data: bytes | bytearray) -> None:
+        """Appends bytes to the file; then nothing waits."""
         left = memoryview(data)
         while left:
             left = left[os.write(self._file, left) :]
@@ -131,6 +132,7 @@ class AtWork:
             self._memory = mmap.mmap(file.fileno(), _AT.size)
 
     def note(self, piece: int) -> None:
+        """Writes the number of the piece that the worker computes from now on; -1: none."""
         self._memory[:] = _AT.pack(piece)
 
     @staticmethod

@@ -76,7 +76,7 @@ class MapProgress:
         self._workers = 0 if view.workers is None else len(view.workers.record.workers)
 
     def done(self, number: int) -> None:
-        """A piece is done."""
+        """Counts a piece that is done."""
         self._done += 1
 
     def tick(self, errors: Collection[Failed]) -> None:
@@ -97,6 +97,7 @@ class MapProgress:
         self._write(f"\r\x1b[2K{self._text()}" if self._live else f"{self._text()}\n")
 
     def _text(self) -> str:
+        """Returns the line as it is now."""
         (began, before), now = self._times[0], self._clock()
         rate = (self._done - before) / (now - began) if now > began else 0.0
         columns = shutil.get_terminal_size().columns - 1 if self._live else 200
@@ -104,7 +105,7 @@ class MapProgress:
         return progress_text(self._name, self._done, self._total, rate, self._workers, errors, columns)
 
     def _write(self, text: str) -> None:
-        """Writes a text. After an error it writes nothing more: a map goes on though its output has no reader."""
+        """Writes a text to `out`. After an error, later calls write nothing: the map goes on though nobody reads it."""
         try:
             self._out.write(text)
             self._out.flush()

@@ -307,7 +307,7 @@ class Replica:
 
     def read_epoch(self, epoch: int) -> None:
         """Makes `epoch` the committed one: frees earlier boundaries, and takes over the reports in them."""
-        passed = self.boundaries.until(epoch) if self.task == 0 else ()
+        passed = self.boundaries.committing_at(epoch) if self.task == 0 else ()
         if self.boundaries.read_epoch(epoch) is not None:
             for boundary in passed:
                 self.log.fold(boundary.log if boundary.log is not None else reports_in(boundary.value))

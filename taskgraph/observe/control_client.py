@@ -167,6 +167,7 @@ class ControlClient:
         await rpc.close(self._channel)
 
     async def status(self, timeout_s: float = 2.0) -> NodeStatus:
+        """Asks the node for its status."""
         reply = await self._call("Status", pb.StatusRequest(), pb.StatusReply, timeout_s)
         return NodeStatus(
             node=reply.node,
@@ -329,6 +330,7 @@ class ControlClient:
             call.cancel()
 
     async def _call(self, method: str, request: Any, reply: Any, timeout_s: float) -> Any:
+        """Calls a method, and returns its reply."""
         call: Any = self._channel.unary_unary(
             f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
@@ -344,6 +346,7 @@ class ControlClient:
     async def _stream(
         self, method: str, request: Any, read: Callable[[bytes], Any], silent_s: float | None
     ) -> AsyncIterator[Any]:
+        """Calls a method, and yields its replies, as `read` parses them."""
         call: Any = self._channel.unary_stream(
             f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
@@ -372,6 +375,7 @@ class ControlClient:
         return reply
 
     def _error(self, method: str, error: grpc.aio.AioRpcError, within_s: float | None = None) -> TaskGraphError:
+        """Returns our error for one of gRPC's, with advice."""
         code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.DEADLINE_EXCEEDED and within_s is not None:
             return NoAnswer(f"the node at {self._address} did not answer {method} within {within_s:g} s", within_s)
@@ -423,6 +427,7 @@ def _is_unsent(error: PeerLost) -> bool:
 
 
 def _options(address: str) -> list[tuple[str, int]]:
+    """Returns gRPC's options for a channel to an address."""
     options = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.enable_http_proxy", 0),
@@ -441,6 +446,7 @@ def _options(address: str) -> list[tuple[str, int]]:
 
 
 def _parse_with_bytes(data: bytes) -> tuple[bytes, pb.ResultChunk]:
+    """Returns the bytes of a chunk, and the chunk."""
     return data, pb.ResultChunk.FromString(data)
 
 
@@ -454,6 +460,7 @@ class _IncomingResult:
         self._rows: list[ReportRow] = []
 
     def take(self, chunk: pb.ResultChunk) -> None:
+        """Takes the next chunk. Raises DecodeError if it does not fit the head."""
         for row in chunk.reports:
             if len(row.names) != len(row.numbers):
                 raise DecodeError(
@@ -471,6 +478,7 @@ class _IncomingResult:
         self._parts[-1] += chunk.data
 
     def result(self) -> TaskResult:
+        """Returns the result, once all chunks have come. Raises DecodeError if some have not."""
         head = self._head
         parts = self._parts + [bytearray() for _ in self._sizes[len(self._parts) :]]
         if [len(part) for part in parts] != self._sizes:

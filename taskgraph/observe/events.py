@@ -144,6 +144,7 @@ def merge_alike(events: Iterable[tuple[str, Event]]) -> list[tuple[str, Event]]:
 
 
 def _merge(events: list[Event]) -> Event:
+    """Returns one event for events that differ only in the task."""
     first, last = events[0], events[-1]
     if len(events) == 1:
         return first
@@ -302,6 +303,7 @@ class _EventWriter:
         self.waiting.clear()
 
     async def _wait_for_more(self, within_s: float) -> None:
+        """Waits for this time, or until the events are to be written now."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._write_now.wait()
@@ -384,6 +386,7 @@ def sort_by_revision(listing: Listing) -> list[KeyValue]:
 
 
 async def _prune(coordinator: Coordinator, keys: Keys, kept: int) -> None:
+    """Deletes the oldest events of a job in etcd, so that `kept` are left."""
     try:
         listing = await coordinator.list(keys.events)
         there = sort_by_revision(listing)

@@ -203,6 +203,7 @@ def _answer_json(said: NodeStatus | TaskGraphError | None) -> dict[str, Any]:
 
 
 def _task_json(task: int, view: JobView, replicas: Mapping[tuple[str, int], ReplicaStatus]) -> dict[str, Any]:
+    """Returns what is known of one task."""
     holder = view.primary_node(task)
     replica = replicas.get((holder or "", task))
     return {

@@ -127,12 +127,14 @@ class Incidents:
                 incident.undone = max(incident.undone, int(event.fields.get("until", 0)) - event.epoch)
 
     def _close(self, node: str) -> None:
+        """Drops the incident of a node, and remembers that the failure was reported."""
         self._open.pop(node, None)
         self._reported[node] = None
         if len(self._reported) > _REPORTED:
             del self._reported[next(iter(self._reported))]
 
     def _incident_of(self, event: Event, field_name: str) -> _Incident:
+        """Returns the incident of the node that a field of an event names; opens one if there is none."""
         node, now = str(event.fields[field_name]), self._clock()
         incident = self._open.setdefault(node, _Incident(node, event.at, now, now))
         incident.noticed_at, incident.last_event_at = min(incident.noticed_at, event.at), now
@@ -167,6 +169,7 @@ class Incidents:
         return found
 
     def _is_recovered(self, incident: _Incident, view: JobView) -> bool:
+        """True if no task's primary is the failed node, and every task has as many replicas as possible."""
         if view.workers is not None:
             return all(worker != incident.node for worker, _ in view.workers.record.workers)
         if any(primary.record.node == incident.node for primary in view.primaries.values()):
@@ -175,11 +178,13 @@ class Incidents:
         return all(len(holders(view, task)) >= wanted for task in range(self._tasks))
 
     def _first_commit_after(self, incident: _Incident) -> float | None:
+        """Returns the time of the first commit after the last takeover; None: there was none."""
         since = max(incident.noticed_at, incident.last_takeover_at)
         at = bisect_right(self._commits, since)
         return self._commits[at] if at < len(self._commits) else None
 
     def _to_event(self, incident: _Incident, view: JobView, *, over: bool) -> Event:
+        """Returns the event `failover`, which says what an incident cost."""
         began, commit = incident.noticed_at, self._first_commit_after(incident)
         redone = len(incident.restarted) + incident.undone
         fields: dict[str, str | int | float] = {

@@ -98,7 +98,7 @@ class Progress:
         self._printed: deque[int] = deque(maxlen=_FEW)
 
     def _write(self, text: str) -> None:
-        """Writes a text. After an error it writes nothing more: a job goes on though its output has no reader."""
+        """Writes a text to `out`. After an error, later calls write nothing: the job goes on though nobody reads it."""
         if self._closed:
             return
         try:
@@ -146,11 +146,13 @@ class Progress:
             self._ending_since = self._clock()
 
     def _flush_ending(self) -> None:
+        """Prints the end of the job, if it waits to be printed."""
         if self._ending is not None:
             ending, self._ending = self._ending, None
             self._print_event(ending.at, ending.text)
 
     def _print_event(self, at: float, text: str) -> None:
+        """Prints the text of an event with its time."""
         when = clock_text(at).partition(".")[0]
         lines = [one_line(text)]
         if self._live:
@@ -159,6 +161,7 @@ class Progress:
         self._print_line(f"{when} " + f"\n{' ' * len(when)} ".join(lines))
 
     def _flush_merged(self, *, now: bool = False) -> None:
+        """Prints the events that wait to be merged, merged, if they have waited long enough. `now`: in any case."""
         if not self._merging or (not now and self._clock() - self._merging_since < _MERGE_S):
             return
         merged, self._merging = self._merging, {}
@@ -200,6 +203,7 @@ class Progress:
         self._print_line(printable(text) if self._out.isatty() else text)
 
     def _print_line(self, text: str) -> None:
+        """Prints a line above the live line, or after a commit that waits to be printed."""
         if self._live:
             self._write(f"\r\x1b[2K{text}\n")
             self._refresh(force=True)
@@ -208,6 +212,7 @@ class Progress:
             self._write(f"{text}\n")
 
     def _on_commit(self, event: Event) -> None:
+        """Shows a commit: in the live line, as a line, or later."""
         epoch = event.epoch or 0
         if epoch <= self._epoch:
             return  # a new leader repeats the last commit
@@ -230,6 +235,7 @@ class Progress:
         self._write(f"{self._unit} {epoch}{last_text(self._epochs)}{one_line(numbers_text(numbers))}\n")
 
     def _flush_delayed(self) -> None:
+        """Prints the commit that waits to be printed, if there is one."""
         if self._delayed is not None:
             self._print_commit(self._delayed)
             self._delayed = None
@@ -267,6 +273,7 @@ class Progress:
         self._flush_ending()
 
     def _epochs_per_s(self) -> float:
+        """Returns the rate of the last commits; 0.0 before the second one."""
         if len(self._times) < 2:
             return 0.0
         (t0, e0), (t1, e1) = self._times[0], self._times[-1]
@@ -297,6 +304,7 @@ class Progress:
         return "  ".join(parts)
 
     def _refresh(self, *, force: bool) -> None:
+        """Writes the live line again; without `force` only some time after the last time."""
         now = self._clock()
         if not force and now - self._shown_at < _REFRESH_S:
             return

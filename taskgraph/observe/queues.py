@@ -65,7 +65,7 @@ class QueueStatus:
         )
 
     def advanced(self, live: QueueStatus) -> QueueStatus:
-        """Returns the committed status of a queue together with that of the epoch at work."""
+        """Returns this status, which is of the last commit, advanced by `live`, that of the epoch at work."""
         by_pass = {counts.pass_number: counts for counts in self.counts}
         for now in live.counts:
             before = by_pass.get(now.pass_number, PassCounts(now.pass_number, 0, 0, self.pieces, 0, 0))

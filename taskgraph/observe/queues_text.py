@@ -59,6 +59,7 @@ def merged(found: Iterable[QueueStatus]) -> list[QueueStatus]:
 
 
 def _progress(queue: QueueStatus) -> tuple[int, int, int]:
+    """Returns a sort key that grows as a queue gets on."""
     last = queue.counts[-1] if queue.counts else PassCounts(-1, 0, 0, 0, 0, 0)
     return last.pass_number, last.done + last.set_aside, last.dealt
 

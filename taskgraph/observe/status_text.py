@@ -119,6 +119,7 @@ def status_text(picture: StatusData, shown: Sequence[int] = ()) -> str:
 
 
 def _head(picture: StatusData) -> list[str]:
+    """Returns the first lines: name, state, epoch or step, pace, and why the job failed."""
     view = picture.view
     state = view.status.record.state if view.status else "unknown"
     words = [picture.name, state + _running_since(picture)]
@@ -149,6 +150,7 @@ def _step(picture: StatusData) -> list[str]:
 
 
 def _running_since(picture: StatusData) -> str:
+    """Returns for how long a running job has run, as text; "" if that is not known."""
     began = next((event.at for event in picture.kept if event.kind == "began"), None)
     return f" {_duration(picture.now - began)}" if began is not None and picture.view.running else ""
 
@@ -244,6 +246,7 @@ def _wrap(text: str, indent: str = "") -> list[str]:
 
 
 def _node_table(picture: StatusData, most: int | None) -> list[str]:
+    """Returns a table of nodes, `most` of them, those that do not answer first."""
     view, statuses = picture.view, picture.statuses
     primaries, backups = dict.fromkeys(view.nodes, 0), dict.fromkeys(view.nodes, 0)
     for task in range(picture.tasks):
@@ -279,6 +282,7 @@ def _node_table(picture: StatusData, most: int | None) -> list[str]:
 
 
 def _node_state(said: NodeStatus | TaskGraphError | None, record: NodeRecord) -> str:
+    """Describes a node's state, or why it did not answer."""
     if isinstance(said, FingerprintMismatch):
         return "not asked"
     if isinstance(said, NoAnswer):
@@ -335,6 +339,7 @@ def _short_time(seconds: float) -> str:
 
 
 def _task_table(picture: StatusData, shown: Sequence[int]) -> list[str]:
+    """Returns a table of these tasks."""
     view = picture.view
     rows = [["TASK", "PRIMARY", "BACKUPS", "TERM", "DOING"]]
     for task in shown:
@@ -352,6 +357,7 @@ def _task_table(picture: StatusData, shown: Sequence[int]) -> list[str]:
 
 
 def _activity(replica: ReplicaStatus | None) -> str:
+    """Describes what a task's primary runs or waits for."""
     if replica is None:
         return "-"
     if replica.processor:

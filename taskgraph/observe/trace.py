@@ -136,6 +136,7 @@ class Tracing:
         return spans, lost
 
     def _on_event(self, event: Event) -> None:
+        """Keeps an event as a moment in the trace."""
         if event.kind == "commit":
             return  # the leader has a span for each commit
         now = clock()

@@ -95,13 +95,16 @@ class TraceFile:
         self._file.write(b'\n],"otherData":' + json.dumps(about).encode() + b"}\n")
 
     def _put(self, event: dict[str, Any]) -> None:
+        """Writes one event of the file's format."""
         self._file.write(self._between + json.dumps(event, separators=(",", ":")).encode())
         self._between = b",\n"
 
     def _meta(self, pid: int, tid: int, what: str, **args: Any) -> None:
+        """Writes a property of a process or of a row."""
         self._put({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args})
 
     def _span(self, pid: int, tid: int, span: Span, zero_ns: int) -> None:
+        """Writes a span, and the end of an arrow if it has one."""
         kind, name, peer, begin, end, task, epoch, *_ = span
         begin, end = begin - zero_ns, end - zero_ns
         label, category = _label(kind, name)
@@ -161,6 +164,7 @@ class _Tracks:
                 yield row.tid, name if row.part == 0 else f"{name} ({row.part + 1})"
 
     def _slot(self, task: int, span: Span) -> int:
+        """Returns the first slot of a task that was free when this span of an epoch began."""
         begin, end = span[3:5]
         ends = self._slots.setdefault(task, [])
         slot = next((number for number, last in enumerate(ends) if last <= begin), len(ends))
@@ -168,6 +172,7 @@ class _Tracks:
         return slot
 
     def _row(self, track: Track, slot: int, span: Span) -> int:
+        """Returns the number of the first row of a track and slot that a span fits; adds one if there is none."""
         begin, end = span[3:5]
         flat = track[0] in ("leader", "messages") or track[2] != ""
         rows = self._rows.setdefault((track, slot), [])
@@ -217,6 +222,7 @@ class _Row:
 
 
 def _track(kind: str, task: int) -> Track:
+    """Returns the track of a span."""
     if kind == "event":
         return ("events", -1, "")
     if kind in _WORKER:

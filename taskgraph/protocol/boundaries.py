@@ -101,7 +101,7 @@ class Boundaries:
         stored = [*self._stored.values(), *([self.committed] if self.committed is not None else [])]
         return next((boundary for boundary in stored if boundary.value.digest == digest), None)
 
-    def until(self, epoch: int) -> tuple[Boundary, ...]:
+    def committing_at(self, epoch: int) -> tuple[Boundary, ...]:
         """Returns the stored boundaries that commit when `epoch` is read as committed, in order.
 
         Several epochs may commit at once. The rule of the highest (attempt, term) holds for each.
@@ -114,7 +114,10 @@ class Boundaries:
         return tuple(best.values())
 
     def read_epoch(self, epoch: int) -> Boundary | None:
-        """Handles an epoch read from etcd as committed. Returns the boundary that becomes committed, if any."""
+        """Handles an epoch read from etcd as committed: its boundary becomes the committed one.
+
+        Returns that boundary; None if it is not stored, or was the committed one before.
+        """
         if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
         best, later = None, {}

@@ -4,7 +4,7 @@
     committed    collecting  its number is a multiple of `every`, and a primary reports its file
     collecting   complete    the files of all needed tasks are reported: the leader puts `checkpoint` in etcd
     collecting   given up    a needed file cannot be written, or will never be
-    collecting   left out    there are too many boundaries (`sparse`), or a later one is complete
+    collecting   left out    there are too many boundaries (`select_sparse`), or a later one is complete
 
 Rules:
 
@@ -26,7 +26,7 @@ from taskgraph.protocol.messages import Stamp, WrittenFile
 from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 
-__all__ = ["CheckpointCollector", "due", "files_needed", "is_open", "sparse"]
+__all__ = ["CheckpointCollector", "files_needed", "is_due", "is_open", "select_sparse"]
 
 _MAX_COLLECTED = 16
 """Boundaries that are collected at a time, so a task may report this many boundaries later than others."""
@@ -36,7 +36,7 @@ _MAX_GIVEN_UP = 16
 """How many given-up boundaries are remembered, for late reports."""
 
 
-def sparse(boundaries: Iterable[Stamp], most: int) -> list[Stamp]:
+def select_sparse(boundaries: Iterable[Stamp], most: int) -> list[Stamp]:
     """Selects `most` boundaries, in order: those whose epochs are multiples of the largest powers of two.
 
     So nodes that know different boundaries select the same ones.
@@ -44,7 +44,7 @@ def sparse(boundaries: Iterable[Stamp], most: int) -> list[Stamp]:
     return sorted(sorted(boundaries, key=lambda at: (at.epoch & -at.epoch, at))[-most:])
 
 
-def due(view: JobView, boundary: Stamp, every: int) -> bool:
+def is_due(view: JobView, boundary: Stamp, every: int) -> bool:
     """True if a checkpoint has to be written of this committed boundary."""
     return boundary.epoch % every == 0 and is_open(view, boundary)
 
@@ -92,7 +92,7 @@ class CheckpointCollector:
         if written.size or task not in files:  # otherwise an earlier primary has written it
             files[task] = written
         if len(self._files) > 2 * _MAX_COLLECTED:  # the next `complete` may be late
-            self._keep(sparse(self._files, _MAX_COLLECTED))
+            self._keep(select_sparse(self._files, _MAX_COLLECTED))
 
     def term_began(self, task: int, at: Stamp) -> None:
         """Notes a task's new primary, whose term began at `at` or later. It writes files of later boundaries only."""
@@ -117,7 +117,7 @@ class CheckpointCollector:
         return next(lacking, None)
 
     def give_up(self, view: JobView) -> dict[Stamp, int | None]:
-        """Returns boundaries that never become a checkpoint, oldest first, each with a task that failed to write.
+        """Gives boundaries up that never become a checkpoint; returns them, each with a task that failed to write.
 
         The task is None if no write failed: a task left the boundary out, or its primary changed. A boundary is
         returned again when another file of it arrives. No boundary is given up before a later epoch is read as
@@ -155,7 +155,7 @@ class CheckpointCollector:
         if needed is None:
             return None
         whole = self._completed = self._newest_complete(view, needed)
-        kept = sparse((stamp for stamp in self._files if whole is None or stamp > whole), _MAX_COLLECTED)
+        kept = select_sparse((stamp for stamp in self._files if whole is None or stamp > whole), _MAX_COLLECTED)
         if whole is not None:
             kept.append(whole)
         self._keep(kept)
@@ -169,6 +169,7 @@ class CheckpointCollector:
         self._files = files
 
     def _newest_complete(self, view: JobView, needed: frozenset[int]) -> Stamp | None:
+        """Returns the newest committed boundary with the files of all needed tasks, if there is one."""
         at = view.epoch
         return max(
             (
@@ -184,5 +185,6 @@ class CheckpointCollector:
         )
 
     def _forget_closed(self, view: JobView) -> None:
+        """Forgets boundaries that can no longer become the checkpoint."""
         self._files = {stamp: files for stamp, files in self._files.items() if is_open(view, stamp)}
         self._left_out = {stamp for stamp in self._left_out if is_open(view, stamp)}

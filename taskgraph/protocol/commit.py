@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from taskgraph.protocol.messages import Report, Stamp
 from taskgraph.protocol.shared import unequal_tasks
 from taskgraph.protocol.sums import decode_sum, total
-from taskgraph.protocol.takeover import stranded
+from taskgraph.protocol.takeover import find_stranded
 from taskgraph.protocol.view import JobView
 
 __all__ = [
@@ -285,7 +285,7 @@ class Leader:
         return rows
 
     def keep_numbers(self, epoch: int, own: Mapping[str, float]) -> dict[int, Mapping[str, float]] | None:
-        """Returns `numbers` for a boundary of task 0. From now on no other numbers can commit in this attempt."""
+        """Returns `numbers` for a boundary of task 0, and keeps them: no others can commit in this attempt."""
         rows = self.numbers(epoch, own)
         if rows is not None and epoch in self._reports:  # with one task, there may be no report
             self._reports[epoch].kept = rows
@@ -313,7 +313,7 @@ class Leader:
             return missing
         if idle := tuple([task for task, report in self.reports().items() if not report.done]):
             return idle
-        task = stranded(view)
+        task = find_stranded(view)
         return () if task is None else (task,)
 
     def decide(self, view: JobView, *, settled: bool = False) -> Action:
@@ -331,7 +331,7 @@ class Leader:
         if self._agrees(self.stamp.epoch, terms):
             if (unequal := self._unequal_tasks(self.stamp.epoch, view)) is not None:
                 return Restart(DIFFERENT_RESULTS_TEXT) if self._was_primary_replaced(view) else Unequal(unequal)
-            if (task := stranded(view)) is not None:
+            if (task := find_stranded(view)) is not None:
                 return KeepWaiting((task,), "its primary is gone, and no backup could take over after the commit")
             return self._commit(view, terms)
         if missing := self.unreported(view):

@@ -141,14 +141,14 @@ class Ledger:
         return dealt
 
     def claim(self, holder: str, pass_number: int, pieces: Collection[int], now: float) -> list[Ticket]:
-        """Deals those of these pieces that are not finished: the holder has their results already."""
+        """Deals pieces to a holder that has their results already, unless they are finished or done."""
         at = self._pass(pass_number)
         claimed = at.claim(holder, pieces, now) if at else []
         self._open_passes()
         return claimed
 
     def count(self, holder: str, ticket: Ticket, now: float, rows: int = 0) -> bool:
-        """The holder has done a piece. Returns False if the result is late: drop it."""
+        """Counts a piece that the holder has done. Returns False if the result is late: drop it."""
         at = self._pass(ticket.pass_number)
         taken = at.take(holder, ticket.piece) if at else None
         if at is None or taken is None:
@@ -162,7 +162,7 @@ class Ledger:
         return True
 
     def finish(self, holder: str, ticket: Ticket, now: float) -> bool:
-        """The holder has computed a piece, and keeps the result. No other holder gets the piece while it does.
+        """Notes that the holder keeps the result of a piece. No other holder gets the piece meanwhile.
 
         Returns False if the result is late: drop it.
         """
@@ -177,7 +177,7 @@ class Ledger:
         return True
 
     def fail(self, holder: str, ticket: Ticket, text: str) -> Verdict:
-        """User code has raised in a piece. Returns what follows.
+        """Counts an error of user code in a piece. Returns what follows.
 
         Args:
             ticket: as it was dealt: the same error twice counts once.
@@ -213,13 +213,13 @@ class Ledger:
         return True
 
     def give_back(self, holder: str, tickets: Iterable[Ticket]) -> None:
-        """The holder has not computed these pieces: they are open again."""
+        """Opens pieces again that the holder has not computed, unless another one has them, too."""
         for ticket in tickets:
             if (at := self._pass(ticket.pass_number)) is not None:
                 at.give_back(holder, ticket.piece)
 
     def lose(self, holder: str) -> None:
-        """The holder is lost: its pieces are open again, unless another one has them, too."""
+        """Opens the pieces of a lost holder again, unless another one has them, too."""
         for at in self._open:
             held = [piece for piece, dealing in at.dealt.items() if holder in dealing.holders]
             held += [piece for piece, (_, keeper) in at.finished.items() if keeper == holder]
@@ -288,7 +288,7 @@ class Ledger:
         return at.errors.get(piece, 0) if at else 0
 
     def has(self, holder: str, ticket: Ticket) -> bool:
-        """True if the holder is to compute this piece."""
+        """True if the piece is dealt to the holder, and not finished."""
         at = self._pass(ticket.pass_number)
         dealing = at.dealt.get(ticket.piece) if at else None
         return dealing is not None and holder in dealing.holders
@@ -318,14 +318,14 @@ class Ledger:
         return self._open[0].open if self._open else 0
 
     def next_late(self, now: float) -> float | None:
-        """Returns when the next piece will have taken too long; None: there is none that has not yet."""
+        """Returns the time at which the next dealt piece becomes slow (see `slow`); None: none will."""
         if (limit := self._limit()) is None:
             return None
         since = (max(dealing.holders.values()) for at in self._open for dealing in at.dealt.values())
         return min((one + limit for one in since if one + limit >= now), default=None)
 
     def slow(self, now: float) -> list[Slow]:
-        """Returns the pieces that take too long, the longest first."""
+        """Returns the dealt pieces that take longer than `straggler` times the median, the longest first."""
         limit = self._limit()
         if limit is None:
             return []
@@ -367,6 +367,7 @@ class Ledger:
     # -- passes -----------------------------------------------------------------------------------
 
     def _pass(self, number: int) -> Pass | None:
+        """Returns the pass of this number if it is open."""
         return next((one for one in self._open if one.number == number), None)
 
     def _open_passes(self) -> None:
@@ -387,6 +388,7 @@ class Ledger:
     # -- stragglers -------------------------------------------------------------------------------
 
     def _limit(self) -> float | None:
+        """Returns the seconds after which a dealt piece is slow; None: not known yet, or stragglers do not count."""
         typical = self.typical_s
         return None if typical is None or not self._options.straggler else typical * self._options.straggler
 

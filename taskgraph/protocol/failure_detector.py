@@ -100,6 +100,7 @@ class FailureDetector:
         self._gone_revision = -1  # of the view's `gone` that was read last
 
     def _of(self, node: str) -> _Evidence:
+        """Returns what is known of a node; begins with nothing."""
         return self._known.setdefault(node, _Evidence())
 
     def state(self, node: str) -> State:
@@ -118,6 +119,7 @@ class FailureDetector:
         return State.SILENT if known.silent else State.ALIVE
 
     def _has_lease(self, node: str, lease: int | None) -> bool:
+        """True if the node's key is there with this lease."""
         registered = None if self._view is None else self._view.nodes.get(node)
         return registered is not None and registered.record.lease == lease
 
@@ -160,7 +162,7 @@ class FailureDetector:
         return sorted(n for n, at in since.items() if now - at >= limit_s and n not in view.gone)
 
     def lease_changed(self, node: str, lease: int, ended: bool) -> None:
-        """A lease has ended, or was extended after all: a new leader of etcd extends every lease."""
+        """Notes that a lease has ended, or was extended after all: a new leader of etcd extends every lease."""
         self._of(node).ended_lease = lease if ended else None
 
     # -- ports ------------------------------------------------------------------------------------
@@ -176,16 +178,16 @@ class FailureDetector:
         return known is None or (known.refusal is None and not known.trusted)
 
     def port_refused(self, node: str, now: float) -> None:
-        """A probe found that all endpoints of a node refuse connections. Call it only if its port counts."""
+        """Notes that all endpoints of a node refused a probe's connections. Call it only if its port counts."""
         self._of(node).refusal = Refusal(now)
 
     def connection_lost(self, node: str) -> None:
-        """A connection to the node broke: from now on its port counts again."""
+        """Notes that a connection to the node broke: from now on its port counts again."""
         if node in self._known:
             self._known[node].trusted = False
 
     def proved_alive(self, node: str, *, trusted: bool) -> bool:
-        """The node answered, or proved alive although its port refuses: then it is trusted.
+        """Notes that the node answered; with `trusted`, that it is alive although its port refuses.
 
         Returns True if it was suspected for its port.
         """
@@ -209,7 +211,7 @@ class FailureDetector:
         return probed, alive
 
     def takers_back(self, view: JobView) -> dict[str, int]:
-        """Returns nodes that lived after their port refused: node -> a task that it took back from this node.
+        """Returns the nodes that refuse and are alive after all: node -> a task that it took back from this node.
 
         Otherwise two nodes that refuse each other would take over from each other as fast as etcd answers.
         """
@@ -232,7 +234,7 @@ class FailureDetector:
             known.heard_at, known.silent = (now if node in expected else None), False
 
     def heard(self, node: str, now: float) -> None:
-        """The node answered."""
+        """Notes that the node answered."""
         known = self._known.get(node)
         if known is not None and known.heard_at is not None:
             known.heard_at = now
@@ -260,7 +262,7 @@ class FailureDetector:
     # -- pauses of this node ----------------------------------------------------------------------
 
     def pause(self) -> None:
-        """This node cannot prove its own lease; perhaps no node can."""
+        """Begins a pause: this node cannot prove its own lease; perhaps no node can."""
         if not self.paused:
             self.paused = True
             for known in self._known.values():
@@ -274,7 +276,7 @@ class FailureDetector:
                 known.refusal.since = now
 
     def resume(self) -> None:
-        """The others have had their moment to come back."""
+        """Ends the pause, once the others have had a moment to come back: absent nodes count again."""
         self.paused = False
         for known in self._known.values():
             known.absent_before = False

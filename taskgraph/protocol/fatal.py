@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from taskgraph.protocol.records import GoneRecord, RunningCode
 from taskgraph.protocol.view import JobView, Versioned
 
-__all__ = ["Fatal", "fatal"]
+__all__ = ["Fatal", "find_fatal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Fatal:
         return ran.task == self.task and ran.epoch in (self.epoch, -1)
 
 
-def fatal(view: JobView, limit: int) -> Fatal | None:
+def find_fatal(view: JobView, limit: int) -> Fatal | None:
     """Finds the task and epoch whose code killed the most nodes; None if fewer than `limit`.
 
     Deaths in committed epochs do not count, nor deaths in a `setup` that succeeded later.

@@ -114,7 +114,7 @@ class InSync:
         """
         return all(node in living and self._place.get(node) is Place.MEMBER for node in wished)
 
-    def all_members(self, count: int) -> bool:
+    def are_all_members(self, count: int) -> bool:
         """True if there are `count` other nodes, and all are members."""
         return len(self._place) == count and self.only_members
 
@@ -151,6 +151,7 @@ class InSync:
         return tuple(key for key in self._current if key not in self._acked[node])
 
     def acknowledge(self, node: str, *keys: Key) -> None:
+        """Notes that the node has stored these boundaries. Those that are not current do not count."""
         if node in self._acked:
             self._acked[node].update(set(keys).intersection(self._current))
 
@@ -200,6 +201,7 @@ class InSync:
         self._set_place(node, Place.EVICTING)
 
     def evicted(self, node: str, written: bool) -> None:
+        """Notes the outcome of the evicting write."""
         if self._place.get(node) is Place.EVICTING:
             self._set_after_write(node, written, None if written else Place.MEMBER)
 

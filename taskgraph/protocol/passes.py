@@ -65,9 +65,9 @@ class Options(NamedTuple):
     def check(self) -> None:
         if self.pieces < 0:
             raise JobError(f"a queue cannot have {self.pieces} pieces")
-        if self.passes is not None and not _counts(self.passes):
+        if self.passes is not None and not _is_count(self.passes):
             raise JobError(f"passes={self.passes!r}: a queue has one pass at least, or passes=None for endless ones")
-        if not _counts(self.attempts):
+        if not _is_count(self.attempts):
             raise JobError(f"attempts={self.attempts!r}: a piece is tried once at least")
         if self.on_error not in ("fail", "set aside"):
             raise JobError(f'on_error={self.on_error!r}: after too many errors it is "fail" or "set aside"')
@@ -75,7 +75,7 @@ class Options(NamedTuple):
             raise JobError(f"straggler={self.straggler}: a multiple of the median, 1 at least, or 0 for never")
 
 
-def _counts(number: Any) -> bool:
+def _is_count(number: Any) -> bool:
     """True for a whole number from 1 on."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
@@ -119,6 +119,7 @@ class Pass:
         return PassCounts(self.number, done, dealt, self.open, len(self.aside), self.rows)
 
     def deal(self, holder: str, most: int, now: float) -> Iterator[Ticket]:
+        """Deals up to `most` open pieces to a holder, those that came back first."""
         for _ in range(min(most, self.open)):
             if self.again:
                 place = heapq.heappop(self.again)
@@ -130,6 +131,7 @@ class Pass:
             yield Ticket(self.number, piece, self.errors.get(piece, 0))
 
     def claim(self, holder: str, pieces: Collection[int], now: float) -> list[Ticket]:
+        """Deals these pieces to a holder, except finished and done ones. Returns those that it now has."""
         places = {self.place(piece) for piece in pieces if 0 <= piece < len(self.order)}
         if (end := max(places, default=-1) + 1) > self.cursor:  # what lies between is open, and before the cursor now
             self.again += range(self.cursor, end)
@@ -155,7 +157,7 @@ class Pass:
         return self._places[piece]
 
     def give_back(self, holder: str, piece: int) -> None:
-        """The holder has the piece, or its result, no more. It is open again if no other one has it."""
+        """Takes a piece, or its result, from its holder. The piece is open again if no other one has it."""
         if (kept := self.finished.get(piece)) is not None and kept[1] == holder:
             del self.finished[piece]
             heapq.heappush(self.again, kept[0])
@@ -167,7 +169,10 @@ class Pass:
         heapq.heappush(self.again, dealing.place)
 
     def take(self, holder: str, piece: int) -> tuple[int, float | None] | None:
-        """Takes a piece from its holder. Returns its place, and since when it was dealt if it was not finished."""
+        """Ends the dealing of a piece. Returns its place, and since when the holder had it (None: it had finished).
+
+        Returns None if the holder does not have the piece.
+        """
         if (kept := self.finished.get(piece)) is not None:
             if kept[1] != holder:
                 return None
@@ -215,6 +220,7 @@ def _ranges(places: Iterable[int]) -> list[int]:
 
 
 def _places(ranges: list[int]) -> Iterator[int]:
+    """Yields the places of these runs, as `_ranges` made them."""
     for first, end in zip(ranges[::2], ranges[1::2], strict=True):
         yield from range(first, end)
 

@@ -159,7 +159,7 @@ class _Plan(Assignment):
         return steps
 
     def _make_move(self, load: Callable[[int], int], move: Callable[[int, int], bool]) -> bool:
-        """Makes one move, from the fullest possible to the emptiest possible seat."""
+        """Makes one move, from the fullest possible to the emptiest possible seat. Returns False if there is none."""
         loads = sorted((load(i), i) for i in range(self.seats))
         for most, fuller in sorted(loads, key=lambda x: (-x[0], x[1])):
             for least, emptier in loads:
@@ -170,6 +170,7 @@ class _Plan(Assignment):
         return False
 
     def _move_backup(self, fuller: int, emptier: int) -> bool:
+        """Moves a backup between these seats. Returns False if none can be moved."""
         backed = self.backups_at[fuller]
         # First tasks that need no new copy: the emptier seat has them now, or the fuller one does not.
         for tasks in (backed & self.replicas_at[emptier], backed - self.replicas_at[fuller], backed):
@@ -297,6 +298,7 @@ class _HandOvers:
             self.tasks[to][giver].remove(task)
 
     def _possible(self, task: int) -> list[tuple[int, int]]:
+        """Returns the hand-overs of the task, (to, giver)."""
         giver = self._plan.primary[task]
         if not 0 <= giver < self._plan.seats:
             return []  # the primary is absent

@@ -20,7 +20,7 @@ from enum import StrEnum
 from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Move", "Succession", "remaining_nodes", "sole_copies", "stranded", "succession"]
+__all__ = ["Move", "Succession", "find_stranded", "remaining_nodes", "sole_copies", "succession"]
 
 
 class Move(StrEnum):
@@ -86,7 +86,7 @@ def succession(
     return Succession(Move.FROM_NOTHING if wished else Move.NOTHING)
 
 
-def stranded(view: JobView) -> int | None:
+def find_stranded(view: JobView) -> int | None:
     """Finds a stateful task with a dead primary that a node can take over now, but none after the next commit.
 
     Its only possible successors were evicted "until" the committed boundary, by a write that arrived late. The caller
@@ -106,7 +106,7 @@ def remaining_nodes(view: JobView, run: str, node: str) -> list[str]:
 
 
 def sole_copies(view: JobView, tasks: int, node: str) -> list[int]:
-    """Returns the tasks of `node` whose state no other living node has."""
+    """Returns the tasks whose primary is `node`, and whose state no other living node has."""
     return [
         t
         for t in range(tasks)

@@ -243,6 +243,7 @@ def _take_over_without_members(
     writer: str,
     also: tuple[Op, ...],
 ) -> Txn:
+    """Makes a node the primary of a task without living members. `also`: further writes."""
     keys, (stateful, shared) = view.keys, declared
     if view.epoch is None or view.status is None:
         raise LookupError("the job was not submitted")
@@ -308,6 +309,7 @@ def _compare_members_gone(view: JobView, task: int, node: str | None) -> Iterabl
 
 
 def _takeover_reads(view: JobView, task: int) -> tuple[Op, ...]:
+    """Reads what `decode_takeover` decodes."""
     return (Get(view.keys.epoch), Get(view.keys.members(task), prefix=True), Get(view.keys.primary(task)))
 
 
@@ -335,6 +337,7 @@ def reread_take_over(view: JobView, task: int) -> Txn:
 def _primary_fences(
     view: JobView, task: int, primary_revision: int, node: str, node_revision: int
 ) -> tuple[Compare, ...]:
+    """Compares that `node` is registered, and still the task's primary."""
     return (Compare(view.keys.primary(task), primary_revision), Compare(view.keys.node(node), node_revision))
 
 

@@ -191,12 +191,14 @@ class JobView:
                 )
 
     def _put(self, kv: KeyValue) -> None:
+        """Takes a key's new value. Raises DecodeError, with advice, if it cannot be read."""
         try:
             self._fold(kv)
         except (DecodeError, ValueError) as error:
             raise undecodable_key(kv, self.keys, error) from error
 
     def _fold(self, kv: KeyValue) -> None:
+        """Decodes a key's new value into the field of this view that has it."""
         if kv.key == self.keys.epoch:  # first, since every node reads it in every epoch
             record, before = EpochRecord.from_bytes(kv.value), self.stamp
             self.epoch = Versioned(record, kv.create_revision, kv.mod_revision)
@@ -261,11 +263,13 @@ class JobView:
                 pass
 
     def _remove_death(self, node: str) -> None:
+        """Removes a node from `_deaths`, before its record changes."""
         known = self.gone.get(node)
         if known is not None and known.record.running_code:
             del self._deaths[bisect.bisect_left(self._deaths, (_last_running_epoch(known.record), node))]
 
     def _split(self, key: str) -> list[str]:
+        """Returns the parts of a key below the job's root."""
         return key[len(self.keys.root) :].split("/")
 
     # -- reading ----------------------------------------------------------------------------------
@@ -363,6 +367,7 @@ def holds(member: MemberRecord, at: EpochRecord) -> bool:
 
 
 def _last_running_epoch(record: GoneRecord) -> float:
+    """Returns the last epoch in which code ran that this record names; infinity if code ran in no epoch (-1)."""
     epochs = [ran.epoch for ran in record.running_code]
     return math.inf if min(epochs) < 0 else max(epochs)
 

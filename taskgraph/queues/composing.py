@@ -51,7 +51,7 @@ def map_pieces(epoch: Epoch, call: MapCall, job: Job) -> None:
 
 
 def _checked(epoch: Epoch, call: MapCall, job: Job, place: str) -> MapOf:
-    """Checks the arguments of a map. Raises GraphError if one is wrong."""
+    """Checks the arguments of a map, and returns them as the map. Raises GraphError if one is wrong."""
     tag, pieces, value, then, upto = call
     if not callable(value) or not (then is None or callable(then)):
         raise GraphError(f"{place}: value and then are functions: value(epoch, piece), then(epoch, ins)")
@@ -96,6 +96,7 @@ class _ThenEpoch(Epoch):
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
+    """True if a call of the function returns a coroutine."""
     while isinstance(function, partial):
         function = function.func
     called = function if inspect.isroutine(function) else type(function).__call__
@@ -103,6 +104,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 async def _compute(it: MapOf, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+    """The processor of a map: asks for pieces, computes them, and puts its results."""
     await Computing(it, epoch).run(outs)
 
 
@@ -128,20 +130,23 @@ _collect.__taskgraph_internal__ = True  # type: ignore[attr-defined]  # it share
 
 
 def _nothing(epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
-    """The sync point of task 0 if no task wants the results."""
+    """Does nothing: the sync point of task 0 if no task wants the results."""
 
 
 def _then(it: MapOf, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+    """The sync point after a map: calls the user's `then`."""
     then(_then_epoch(it, epoch, ins), ins)
 
 
 async def _then_async(
     it: MapOf, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs
 ) -> None:
+    """As `_then`, if the user's `then` is an `async def`."""
     await then(_then_epoch(it, epoch, ins), ins)
 
 
 def _then_epoch(it: MapOf, epoch: Epoch, ins: Inputs) -> Epoch:
+    """Returns the epoch for the user's `then`, which knows how far the queue of the map is."""
     if not it.queue:
         return epoch
     over, left = ins[f"{it.tag} left"]

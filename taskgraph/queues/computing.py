@@ -104,7 +104,7 @@ class Computing:
         self.share.results.clear()  # the late call refers to this
 
     async def _look_on(self) -> None:
-        """Waits for the end of all pieces, or of a late call of this task."""
+        """Waits, without computing, for the end of all pieces, or of a late call of this task."""
         asked = reply_future(self.ask(idle=True))
         waits: list[asyncio.Future[Any]] = [asked, *self._work.late]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -199,6 +199,7 @@ class Computing:
 
 
 def _compute(of: Computing, outs: Outputs) -> None:
+    """Computes pieces until all are finished, then puts the results, unless the epoch went on without the call."""
     share = of.share
     with of.lock:
         while share.last is None:
@@ -216,6 +217,7 @@ def _compute(of: Computing, outs: Outputs) -> None:
 
 
 async def _compute_async(of: Computing, outs: Outputs) -> None:
+    """As `_compute`, if `value` is an `async def`."""
     share = of.share
     with of.lock:
         while share.last is None:
@@ -233,6 +235,7 @@ async def _compute_async(of: Computing, outs: Outputs) -> None:
 
 
 def _one(of: Computing, todo: Todo) -> None:
+    """Computes one piece, without the lock, and notes its result, unless the epoch went on without the call."""
     began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
     result: Result | str
     of.at = todo
@@ -248,6 +251,7 @@ def _one(of: Computing, todo: Todo) -> None:
 
 
 async def _one_async(of: Computing, todo: Todo) -> None:
+    """As `_one`, if `value` is an `async def`."""
     began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
     result: Result | str
     of.at = todo
@@ -263,11 +267,13 @@ async def _one_async(of: Computing, todo: Todo) -> None:
 
 
 def _value(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
+    """Calls the user's `value` with a piece, and returns the result."""
     given, rows = _content(it, epoch, todo)
     return result_of(it.value(epoch, given), rows, epoch, _what(it, todo))
 
 
 async def _value_async(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
+    """As `_value`, if that is an `async def`; the piece is read in a thread."""
     found: list[tuple[Any, int]] = []
     if it.source is None:
         found.append(_content(it, epoch, todo))
@@ -278,10 +284,12 @@ async def _value_async(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
 
 
 def _what(it: MapOf, todo: Todo) -> str:
+    """Names the result of a piece, for messages."""
     return f"the result of piece {todo.piece} of {it.queue or it.tag!r}"
 
 
 def _piece_epoch(of: Computing, work: PieceWork, todo: Todo) -> PieceEpoch:
+    """Returns the epoch that user code gets for a piece."""
     it = of.it
     pieces = f"{it.tag}/{work.number}" if it.source is None else f"{it.queue}/{todo.pass_number}"
     return PieceEpoch(cast("Work", work), of.epoch._where, f"piece/{pieces}/{todo.piece}")
@@ -300,6 +308,7 @@ def _content(it: MapOf, epoch: PieceEpoch, todo: Todo) -> tuple[Any, int]:
 
 
 def _end(of: Computing, outs: Outputs) -> None:
+    """Computes lost results again, sends what is due with the results, waits for the replies, and puts the results."""
     it, epoch, share = of.it, of.epoch, of.share
     for todo in _lacking(share):
         share.results[todo.place] = _value(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)
@@ -309,6 +318,7 @@ def _end(of: Computing, outs: Outputs) -> None:
 
 
 async def _end_async(of: Computing, outs: Outputs) -> None:
+    """As `_end`, if `value` is an `async def`."""
     it, epoch, share = of.it, of.epoch, of.share
     for todo in _lacking(share):
         share.results[todo.place] = await _value_async(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)

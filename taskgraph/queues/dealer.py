@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from taskgraph.protocol.dealing import Ledger, PassCounts, Slow, Ticket, Verdict
 from taskgraph.queues.plan import Plan
 
-__all__ = ["Dealer", "Set"]
+__all__ = ["AsideError", "Dealer"]
 
 _SHARES: Final = 2
 """A task gets at most the open pieces, divided by this times the number of tasks, at a time. So the chunks become
 smaller towards the end, and no task is far behind the others then (guided self-scheduling, Polychronopoulos & Kuck
 1987)."""
 
-Set = tuple[str, str]
+AsideError = tuple[str, str]
 """The traceback of a piece that was set aside, and the node that tried it last."""
 
 
@@ -60,7 +60,7 @@ class Dealer:
         self._tasks = tasks
         self._terms: dict[int, int] = {}
         self._mine: dict[int, list[int]] = {}
-        self._aside: dict[int, tuple[int | None, Set]] = {}  # piece -> the task that sends it on
+        self._aside: dict[int, tuple[int | None, AsideError]] = {}  # piece -> the task that sends it on
         self._failure: _Failure | None = None
         self.rows = 0
         self.ledger = Ledger(len(plan.pieces), attempts=plan.attempts, on_error=plan.on_error, straggler=plan.straggler)
@@ -102,7 +102,7 @@ class Dealer:
         return [Slow(*self._plan.pieces[one.piece], f"task {one.holder}", one.seconds) for one in self.ledger.slow(now)]
 
     def _meet(self, task: int, term: int) -> None:
-        """Opens the pieces of a predecessor that died."""
+        """Notes the term of a task that asks. If it is a new one, opens the pieces of the predecessor, which died."""
         known = self._terms.get(task)
         self._terms[task] = term
         if known is None or known == term:
@@ -114,6 +114,7 @@ class Dealer:
                 self._aside[index] = None, what
 
     def _take_finished(self, task: int, finished: NDArray[np.int64], now: float) -> None:
+        """Takes the pieces that a task says it has finished: index and rows of each."""
         holder, given = str(task), dict(finished.tolist())
         strange = [index for index in given if not self.ledger.has(holder, Ticket(0, index, 0))]
         known = {*strange}.difference(ticket.piece for ticket in self.ledger.claim(holder, 0, strange, now))
@@ -122,6 +123,7 @@ class Dealer:
             self.rows += given[index]
 
     def _take_error(self, task: int, ticket: Ticket, text: str, node: str) -> None:
+        """Takes an error of user code in a piece."""
         verdict = self.ledger.fail(str(task), ticket, text)
         if verdict is Verdict.SET_ASIDE:
             self._aside[ticket.piece] = task, (text, node)
@@ -139,10 +141,12 @@ class Dealer:
         return mine
 
     def _give_back_all_but(self, task: int, places: Sequence[int]) -> None:
+        """Opens a task's pieces again, but for those at these places."""
         held = self.ledger.dealt().get(str(task), ())
         self.ledger.give_back(str(task), [ticket for ticket in held if ticket.piece not in places])
 
     def _last_answer(self, task: int) -> dict[str, Any]:
+        """Returns the answer once all pieces are finished: which results the task sends on."""
         aside = []
         for index, (owner, what) in self._aside.items():
             if owner in (None, task):

@@ -87,6 +87,7 @@ class WorkQueue:
         return self._digest
 
     def _found(self) -> tuple[int, str]:
+        """Finds the pieces. Returns how many there are, and their digest."""
         return len(self.pieces), self.digest
 
     def ledger(self, pieces: int, seed: int) -> Ledger:

@@ -44,6 +44,7 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
         self.pieces, self.digest = self.find()
 
     def compose(self, epoch: Epoch) -> None:
+        """Declares the sync point that counts."""
         epoch.scratch.counted = {}
         epoch.processor(self.settle)
 
@@ -72,6 +73,7 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
         return ledger.left, ledger.over
 
     async def settle(self, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+        """Counts in the ledger what tasks have sent on in this epoch."""
         counted: dict[int, Mapping[str, Any]] = epoch.scratch.counted
         if not counted:
             return

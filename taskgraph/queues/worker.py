@@ -124,11 +124,13 @@ class Share:
         self._note(took_s)
 
     def _note(self, took_s: float) -> None:
+        """Notes how long a piece took."""
         before = self._piece_s
         self._piece_s = took_s if before is None else 0.8 * before + 0.2 * took_s
 
     @property
     def _most(self) -> int:
+        """How many pieces this task wants to have at a time."""
         if self._piece_s is None:
             return 1
         return max(1, min(_MOST, int(_CHUNK_S / max(self._piece_s, 1e-9))))

@@ -59,6 +59,7 @@ def checkpointed_rows(place: Place, job: str, which: Name | None, table: str) ->
 
 
 def _newest(kept: Checkpoints) -> Name:
+    """Returns the newest complete checkpoint. Raises CheckpointError if there is none."""
     try:
         names, found = kept.complete(), kept.listed()
     except OSError as error:
@@ -74,6 +75,7 @@ def _newest(kept: Checkpoints) -> Name:
 
 
 def _rows(kept: Checkpoints, manifest: Manifest, table: str) -> tuple[Ids, NDArray[Any]]:
+    """Returns the ids and rows of a table in one checkpoint, by ascending id."""
     try:
         # `map` drops the file of one server before it reads the next.
         parts = list(map(_live_rows, _captured(kept, manifest, table)))
@@ -85,6 +87,7 @@ def _rows(kept: Checkpoints, manifest: Manifest, table: str) -> tuple[Ids, NDArr
 
 
 def _live_rows(captured: Mapping[str, Any]) -> tuple[Ids, NDArray[Any]]:
+    """Returns the ids and rows that a store had when it was captured."""
     store = store_of(captured)
     return store.ids, store.pull(store.ids)
 
@@ -108,5 +111,6 @@ def _captured(kept: Checkpoints, manifest: Manifest, table: str) -> Iterator[Map
 
 
 def _content(kept: Checkpoints, manifest: Manifest, task: int) -> dict[str, Any]:
+    """Returns the content of a task's file in a checkpoint."""
     value = kept.read(manifest, task)
     return {} if value is None else decode_untyped(value)

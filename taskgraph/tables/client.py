@@ -41,6 +41,8 @@ class HeldPush:
 
 
 class _OpenTable(EpochTable):
+    """A table of a job, in one epoch."""
+
     def __init__(self, epoch: Epoch, name: str, table: TableOptions, servers: Sequence[int]) -> None:
         self._epoch = epoch
         self._name = name
@@ -110,6 +112,7 @@ class _OpenTable(EpochTable):
         return replies
 
     def _ask_rows(self, ids: ArrayLike | None) -> _Asked:
+        """Asks the servers for the rows of ids, each once."""
         what = self._checked_place("pull")
         unique, place = np.unique(self._ids(ids, what), return_inverse=True)
         shares = self._shares(unique)
@@ -118,6 +121,7 @@ class _OpenTable(EpochTable):
         return _Asked(rows, place, [mine for _, mine in shares], replies)
 
     def _ids(self, ids: ArrayLike | None, what: str) -> Ids:
+        """Returns ids as an array; all of a table with `rows` for None. Raises TableError if they are wrong."""
         rows = self._table.rows
         if ids is None and rows is None:
             raise TableError(f"{what} needs ids: only a table with rows=... knows all of its own")
@@ -185,6 +189,7 @@ def send_held(epoch: Epoch, pushes: Sequence[HeldPush], piece: tuple[str, int, i
 
 
 def _on_loop() -> bool:
+    """True if this thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

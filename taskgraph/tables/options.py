@@ -93,6 +93,7 @@ class TableOptions:
         return [self.width, self.dtype, self.optimizer]
 
     def _check_int(self, name: str, least: int, most: int | None = None) -> None:
+        """Raises TableError unless an attribute is an int within these limits. numpy's ints become Python's."""
         value = getattr(self, name)
         try:
             number = -1 if isinstance(value, bool) else operator.index(value)
@@ -104,6 +105,7 @@ class TableOptions:
         object.__setattr__(self, name, number)
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        """Raises TableError unless an attribute is one of these words."""
         value = getattr(self, name)
         if not isinstance(value, str) or value not in choices:
             raise TableError(f"Table({name}={value!r}): must be one of {', '.join(map(repr, choices))}")

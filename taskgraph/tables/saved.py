@@ -129,6 +129,7 @@ def _whole(url: str, call: str, what: str) -> str:
 
 
 def _open(folder: str, call: str) -> Place:
+    """Opens a folder. Raises TableError if the URL names no place."""
     try:
         return open_place(folder or "/")
     except JobError as error:
@@ -137,6 +138,7 @@ def _open(folder: str, call: str) -> Place:
 
 
 def _arrow(call: str) -> Any:
+    """Imports pyarrow, and returns it. Raises TableError if it is not installed."""
     try:
         import pyarrow.parquet
     except ImportError:

@@ -114,6 +114,7 @@ class Store:
         return self._merged(0)
 
     def _append(self, segment: Segment) -> None:
+        """Adds a segment to the log, as one block."""
         self._point_to(segment, len(self._segments))
         self._segments.append(self._layout.pack(segment))
 
@@ -167,12 +168,14 @@ class Store:
         return {"ids": ids, **self._gather(ids, ("rows", *self.table.rule.slots))}
 
     def _compact(self) -> None:
+        """Merges segments, by the rules of the module, until there is nothing to merge."""
         while (begin := _first_to_merge(self._sizes(), len(self._ids) * self._layout.row_bytes)) is not None:
             merged = self._merged(begin)
             del self._segments[begin:]
             self._append(merged)
 
     def _sizes(self) -> list[int]:
+        """Returns the bytes of each segment."""
         return [block_of(segment).nbytes for segment in self._segments]
 
 

@@ -336,7 +336,7 @@ class World:
         elif peer.user < worker.position:
             peer.user += 1
             if peer.user == worker.position < self.steps and self.rng.random() < 0.7:
-                self.compute(peer, worker.parts_ahead()[1])
+                self.compute(peer, worker.give_parts_ahead()[1])
         elif peer.user == self.steps:
             peer.ended = True
             worker.ended()
@@ -361,7 +361,7 @@ class World:
             peer.hand = peer.core.position, {span: self.added(leaves, span) for span in cover(taken, self.parts)}
 
     def carry_out(self, peer: Peer) -> None:
-        while actions := peer.core.take():
+        while actions := peer.core.take_actions():
             for action in actions:
                 self.act(peer, action)
             early, peer.early = peer.early, []

@@ -9,7 +9,7 @@ from protocol_kit import World, boundary, node_record
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries
-from taskgraph.protocol.checkpointing import CheckpointCollector, due, files_needed, is_open, sparse
+from taskgraph.protocol.checkpointing import CheckpointCollector, files_needed, is_due, is_open, select_sparse
 from taskgraph.protocol.kv import Txn
 from taskgraph.protocol.messages import Stamp, WrittenFile
 from taskgraph.protocol.records import CheckpointRecord, MemberRecord, State, StatusRecord
@@ -65,12 +65,12 @@ def back(world: World, to: CheckpointRecord, view: JobView | None = None, *, tas
 
 def test_due_every_n_epochs_except_0(world: World) -> None:
     view = world.view()
-    assert [e for e in range(7) if due(view, Stamp(1, e), 3)] == [3, 6]
+    assert [e for e in range(7) if is_due(view, Stamp(1, e), 3)] == [3, 6]
 
 
 def test_boundary_before_the_checkpoint_is_not_due(world: World) -> None:
     advance(world, record(3))
-    assert [e for e in range(7) if due(world.view(), Stamp(1, e), 1)] == [4, 5, 6]
+    assert [e for e in range(7) if is_due(world.view(), Stamp(1, e), 1)] == [4, 5, 6]
 
 
 def test_tasks_with_state_and_task_0_have_files(world: World) -> None:
@@ -145,11 +145,11 @@ def test_reports_without_complete_are_bounded(world: World) -> None:
 
 def test_nodes_leave_out_the_same_boundaries() -> None:
     """One task reported the newest boundaries, the other one earlier ones."""
-    assert sparse((Stamp(1, epoch) for epoch in (7, 1, 6, 5, 3, 2)), 4) == [(1, 2), (1, 5), (1, 6), (1, 7)]
+    assert select_sparse((Stamp(1, epoch) for epoch in (7, 1, 6, 5, 3, 2)), 4) == [(1, 2), (1, 5), (1, 6), (1, 7)]
     for every in (1, 10, 12):
         for first, lag in ((1, 5), (77, 40), (1000, 1000), (3, 5000)):
             of_late = [Stamp(1, index * every) for index in range(first, first + 2 * lag)]
-            both = set(sparse(of_late, 16)) & set(sparse(of_late[:lag], 16))
+            both = set(select_sparse(of_late, 16)) & set(select_sparse(of_late[:lag], 16))
             assert max(both).epoch >= of_late[lag - 1].epoch - lag // 2 * every
 
 

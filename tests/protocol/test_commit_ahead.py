@@ -226,10 +226,10 @@ def test_all_boundaries_of_a_commit_are_found() -> None:
     held.hold(boundary(0), committed=True)
     for one in (boundary(1), boundary(2), boundary(2, term=2), boundary(3, term=2), boundary(4)):
         held.hold(one, committed=False)
-    passed = held.until(3)
+    passed = held.committing_at(3)
     assert passed == (boundary(1), boundary(2, term=2), boundary(3, term=2))
     assert held.read_epoch(3) == boundary(3, term=2)
-    assert held.until(3) == ()
+    assert held.committing_at(3) == ()
     assert held.pending == (boundary(4),)
 
 

@@ -16,13 +16,13 @@ def alone_after_a_step(parts: int) -> Worker:
     assert worker.take_parts() == list(range(parts))
     worker.computed(0, [Span(part, part + 1) for part in range(parts)])
     assert worker.position == 1
-    worker.take()
+    worker.take_actions()
     return worker
 
 
 def test_parts_given_ahead_are_not_given_again() -> None:
     worker = alone_after_a_step(4)
-    assert worker.parts_ahead() == (4, (0, 1, 2, 3))
+    assert worker.give_parts_ahead() == (4, (0, 1, 2, 3))
     worker.begin(4, b"")
     assert worker.take_parts() == []
     worker.computed(1, [Span(0, 2), Span(2, 3), Span(3, 4)])
@@ -31,24 +31,24 @@ def test_parts_given_ahead_are_not_given_again() -> None:
 
 def test_other_number_of_parts_is_dealt_as_usual() -> None:
     worker = alone_after_a_step(4)
-    worker.parts_ahead()
+    worker.give_parts_ahead()
     worker.begin(2, b"")
     assert worker.take_parts() == [0, 1]
 
 
 def test_no_parts_ahead_before_the_first_position_and_after_a_change() -> None:
     worker = Worker("a", whole=True)
-    assert worker.parts_ahead() == (0, ())
+    assert worker.give_parts_ahead() == (0, ())
     worker = alone_after_a_step(2)
     worker.read_view(View(1, 0, (Entry("a", 0),)))
-    assert worker.parts_ahead() == (0, ()), "what is dealt here follows from the reports"
+    assert worker.give_parts_ahead() == (0, ()), "what is dealt here follows from the reports"
 
 
 def test_report_names_parts_given_ahead() -> None:
     worker = alone_after_a_step(2)
-    worker.parts_ahead()
+    worker.give_parts_ahead()
     worker.read_view(View(1, 0, (Entry("a", 0),)))
-    (report,) = (action.report for action in worker.take() if isinstance(action, SendReport))
+    (report,) = (action.report for action in worker.take_actions() if isinstance(action, SendReport))
     assert report.begun == (0, 1)
     worker.begin(1, b"")
     assert worker.take_parts() == [0], "user code asked for another number"

@@ -278,7 +278,7 @@ def test_steady_while_all_nodes_are_members(seed: int) -> None:
             insync.acknowledge(node, K0)
         places = [place(node) for node in insync.nodes]
         assert insync.only_members == all(one is Place.MEMBER for one in places), f"step {step}"
-        assert [insync.all_members(count) for count in range(5)] == [
+        assert [insync.are_all_members(count) for count in range(5)] == [
             insync.only_members and count == len(places) for count in range(5)
         ]
         assert insync.add(K0) == bool(places)

@@ -17,7 +17,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.graph.values import decode, encode
-from taskgraph.maps.functions import find, reference
+from taskgraph.maps.functions import find_function, reference
 from taskgraph.maps.records import Kind, Record, RecordReader, RecordWriter, packed
 from taskgraph.maps.showing import MapProgress, progress_text
 
@@ -185,7 +185,7 @@ async def waits(x: int) -> int:
 
 @pytest.mark.parametrize("function", [odd, math.sqrt, Named.method, tg.shard, np.linalg.norm, Path.exists])
 def test_functions_are_found_by_their_names(function: Any) -> None:
-    found = find(reference(function))
+    found = find_function(reference(function))
     assert found.__qualname__ == function.__qualname__ and found.__module__ == function.__module__
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.node.membership.failing import fatal_record
 from taskgraph.protocol import transactions
-from taskgraph.protocol.fatal import Fatal, fatal
+from taskgraph.protocol.fatal import Fatal, find_fatal
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.records import name_of
 
@@ -34,7 +34,7 @@ class FatalCode:
         """Begins to fail the job if code ended too many nodes. True if so: then no takeover may begin."""
         node, view = self._node, self._node.keeper.view
         if self._failing is None:
-            found = fatal(view, node.settings.fatal_deaths)
+            found = find_fatal(view, node.settings.fatal_deaths)
             if found is None or node.paused or not view.has_work:
                 return False
             self._failing = node.own(self._fail(found), "fail for code that ends its process")

@@ -82,7 +82,7 @@ class Backups:
     def all_in_sync(self) -> bool:
         """True if all other nodes are members, at least `min_in_sync` with this one: no node is entering or leaving."""
         members = len(self._idle_peers())
-        return self._insync.all_members(members) and 1 + members >= self._node.settings.min_in_sync
+        return self._insync.are_all_members(members) and 1 + members >= self._node.settings.min_in_sync
 
     def _idle_peers(self) -> list[PeerReplica]:
         """Returns the nodes whose managers wait. If all are members, boundaries are offered without managers."""
@@ -106,7 +106,7 @@ class Backups:
         if not self._insync.add(boundary.key):
             return  # no other nodes
         self._withdraw_history()
-        if not self._insync.all_members(len(self._idle_peers())):
+        if not self._insync.are_all_members(len(self._idle_peers())):
             self._follow_soon()
 
     def roll_back(self, boundary: Boundary) -> None:
@@ -147,7 +147,9 @@ class Backups:
         """Offers boundaries at once, if all nodes are members with idle managers; else their managers offer them."""
         idle, offered = self._idle_peers(), False
         try:
-            offered = self._insync.all_members(len(idle)) and all(self._offer_now(each, boundaries) for each in idle)
+            offered = self._insync.are_all_members(len(idle)) and all(
+                self._offer_now(each, boundaries) for each in idle
+            )
         finally:
             if not offered:
                 self._follow_soon()  # the managers offer them then, also after an error

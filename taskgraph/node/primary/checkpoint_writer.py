@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CheckpointError, DecodeError, TransportError
-from taskgraph.protocol.checkpointing import due, is_open, sparse
+from taskgraph.protocol.checkpointing import is_due, is_open, select_sparse
 from taskgraph.protocol.messages import Encoded, Stamp, WrittenFile, WrittenFiles
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class CheckpointWriter:
             spec.checkpoint is not None
             and (stateful or self._task == 0)
             and boundary != self._begun
-            and due(self._node.keeper.view, boundary, spec.checkpoint_every)
+            and is_due(self._node.keeper.view, boundary, spec.checkpoint_every)
         )
 
     @property
@@ -110,7 +110,7 @@ class CheckpointWriter:
             self._written[stamp] = WrittenFile(stamp, self._task, info.size, info.digest)
         unreported = self._unreported_files(self._leader)
         reported = sorted(self._written.keys() - set(unreported))
-        kept = {*sparse(unreported, _MAX_UNREPORTED), *reported[-_MAX_REPORTED:]}
+        kept = {*select_sparse(unreported, _MAX_UNREPORTED), *reported[-_MAX_REPORTED:]}
         self._written = {at: written for at, written in self._written.items() if at in kept}
 
     async def report(self) -> None:

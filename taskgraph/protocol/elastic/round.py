@@ -90,6 +90,7 @@ class Round:
         return dropped
 
     def _held(self) -> set[int]:
+        """Returns the parts whose sums this worker holds."""
         return {part for span in self.own for part in span.parts}
 
     # -- parts ------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class Round:
         return self.ahead, mine
 
     def begin(self, parts: int, tag: bytes) -> None:
-        """User code has reached the position. If it has another number of parts, those given out ahead are void."""
+        """Notes that user code is at the position. Parts given out ahead are void if their number differs."""
         if self.ahead != parts:
             self.begun.clear()
         self.parts, self.tag = parts, tag
@@ -134,8 +135,10 @@ class Round:
         return taken
 
     def finish(self, spans: Iterable[Span]) -> tuple[list[Merge | Drop], tuple[Span, ...]]:
-        """User code has finished the parts of these spans. Returns what to do with their sums, and the targets that
-        have some of these parts."""
+        """Takes the parts of these spans, which user code has finished.
+
+        Returns what to do with their sums, and the targets that have some of these parts.
+        """
         changes: list[Merge | Drop] = []
         finished: set[int] = set()
         for span in spans:

@@ -35,21 +35,21 @@ class Stability:
         self._known, self._working = {}, set()
 
     def end_flush(self, reports: Mapping[str, Report]) -> None:
-        """Takes the reports of all workers of the view."""
+        """Takes the positions in the reports of all workers of the view."""
         self._known = {w: max(report.position, self._known.get(w, 0)) for w, report in reports.items()}
 
     def note_working(self, worker: str) -> bool:
-        """A worker has the reports of all. Returns True if that was not known."""
+        """Notes that a worker has the reports of all. Returns True if that was not known."""
         was_known = worker in self._working
         self._working.add(worker)
         return not was_known
 
     def note_position(self, worker: str, position: int) -> None:
-        """A worker holds the totals below a position."""
+        """Notes that a worker holds the totals below a position."""
         self._known[worker] = max(position, self._known.get(worker, 0))
 
     def grow(self) -> bool:
-        """Returns True if more totals are stable than before. Call it once the flush has ended."""
+        """Raises `position` to the lowest one of the workers. Returns True if it grew. Not before the flush ended."""
         lowest = min(self._known.values())
         grows = lowest > self.position
         self.position = max(lowest, self.position)

@@ -14,8 +14,8 @@ Messages name their view. Those of an older view change nothing; the caller answ
 keeps those of a newer view until this worker has read it.
 
 The parts of the position at work are in `round`, the contributions to it, and whether it is complete, in `exchange`,
-and which totals all workers hold in `stability`. The caller calls a method for each event, and then carries `take()`
-out, in order (`actions`).
+and which totals all workers hold in `stability`. The caller calls a method for each event, and then carries out what
+`take_actions()` returns, in order (`actions`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Worker:
         self._ended = False  # user code has returned
         self._actions: list[Action] = []
 
-    def take(self) -> list[Action]:
+    def take_actions(self) -> list[Action]:
         """Returns the actions since the last call."""
         taken, self._actions = self._actions, []
         return taken
@@ -138,11 +138,11 @@ class Worker:
     # -- views ------------------------------------------------------------------------------------
 
     def enter(self, number: int) -> None:
-        """This worker is about to propose the view of this number, by which it enters, or is of the first view."""
+        """Notes the number of the view that this worker is about to propose in order to enter, or of the first view."""
         self._since = number
 
     def read_view(self, view: View) -> None:
-        """Stops, and reports. Call it for each view that is read, from etcd or from a report."""
+        """Takes a view, from etcd or a report. A newer one stops this worker, which reports; or it is outside now."""
         if view.number < self.number or (view.number == self.number and self.phase != Phase.OUTSIDE):
             return
         self.view = view
@@ -168,6 +168,7 @@ class Worker:
         return not (self.view == view and self.phase == Phase.OUTSIDE and self._me in view.workers)
 
     def _hear(self, worker: str, report: Report) -> None:
+        """Takes a report of this worker's view. The last one ends the flush."""
         assert self.view is not None
         self._reports.setdefault(worker, report)
         if not self._reports.keys() >= set(self.view.workers):
@@ -191,6 +192,7 @@ class Worker:
         self._note_stable()
 
     def _begin_work(self) -> None:
+        """Begins to work in the view: this worker holds all totals that the flush ended with."""
         self.phase, self.whole = Phase.WORKING, True
         self._stability.note_working(self._me)
         if self._ended:
@@ -212,14 +214,14 @@ class Worker:
         return True
 
     def catch_up(self, position: int) -> None:
-        """This worker is outside, and has the stable totals below a position."""
+        """Sets the position of a worker that is outside and has got the stable totals below it."""
         assert self.phase == Phase.OUTSIDE
         if position > self.position:
             self.position = position
             self._round = Round(self._me)  # user code may have begun the earlier one
 
     def _next(self) -> None:
-        """This worker holds the total of the position at work."""
+        """Moves on to the next position, since this worker holds the total of the one at work."""
         self.position += 1
         self._round = Round(self._me, self._round.parts)
         early, self._early = self._early, []
@@ -237,6 +239,7 @@ class Worker:
         return True
 
     def _knows(self, worker: str, position: int, at_work: bool = False) -> None:
+        """Notes that a worker holds the totals below a position; `at_work`: it also has all reports of the view."""
         self._stability.note_position(worker, position)
         begins_work = at_work and self._stability.note_working(worker)
         self._note_stable()
@@ -244,12 +247,13 @@ class Worker:
             self._actions.append(Stable(self.stable))
 
     def _note_stable(self) -> None:
+        """Tells the caller if more totals are stable than before."""
         if self._outcome is not None and self._stability.grow():
             self._actions.append(Stable(self.stable))
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def parts_ahead(self) -> tuple[int, tuple[int, ...]]:
+    def give_parts_ahead(self) -> tuple[int, tuple[int, ...]]:
         """Gives out parts of the position at work before user code is there: it may have as many as the one before.
 
         Returns that number, and the parts; 0 if they are not known. If there are others, `begin` takes them back.
@@ -260,11 +264,12 @@ class Worker:
         return self._round.give_ahead(self.view)
 
     def begin(self, parts: int, tag: bytes) -> None:
-        """User code has reached the position at work, which has this number of parts."""
+        """Notes that user code has reached the position at work, which has this number of parts."""
         self._round.begin(parts, tag)
         self._deal()
 
     def _deal(self) -> None:
+        """Deals the parts of the position at work, and sends what is complete, unless that is too early."""
         if self.phase != Phase.WORKING or not self._round.parts or self._round.due:
             return
         assert self.view is not None and self._outcome is not None
@@ -278,7 +283,7 @@ class Worker:
         return self._round.take_parts(most)
 
     def computed(self, position: int, spans: Iterable[Span], *, large: bool = False) -> None:
-        """User code has finished the parts of these spans, and added each span up.
+        """Takes the parts of these spans, which user code has finished and added up.
 
         Args:
             large: see `Contribution`.
@@ -315,6 +320,7 @@ class Worker:
         return True
 
     def _receive(self, worker: str, contribution: Contribution) -> None:
+        """Takes a contribution to the position at work, or keeps one to a later position."""
         if contribution.position > self.position:
             self._early.append((worker, contribution))
         elif contribution.position == self.position:
@@ -333,16 +339,17 @@ class Worker:
             self._next()
 
     def summed(self, view: int, position: int) -> None:
-        """The workers of a view have added up together; this one has the total."""
+        """Notes that this worker has the total that the workers of a view have added up together."""
         if self.phase == Phase.WORKING and (view, position) == (self.number, self.position):
             self._round.exchange.summed = True
             self._complete()
 
     def ended(self) -> None:
-        """User code has returned: it reaches no later position."""
+        """Notes that user code has returned: it reaches no later position."""
         self._ended = True
         if self.phase == Phase.WORKING:
             self._say_holds()
 
     def _say_holds(self) -> None:
+        """Tells the other workers that this one holds all totals below its position."""
         self._actions.append(Holds(self.number, self.position))
