@@ -124,7 +124,8 @@ def _host_error_text(error: OSError) -> str:
 
     if (text := no_process(error)) or error.errno not in OF_THE_HOST:
         return text
-    text = f"standard output: {error.strerror}" if drop_unwritten() else str(error)
+    where = "standard output" if drop_unwritten() else error.filename
+    text = f"{where}: {error.strerror}" if where else str(error)
     return f"{text}: {_MORE_FILES}" if error.errno == errno.EMFILE else text
 
 

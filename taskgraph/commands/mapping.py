@@ -17,7 +17,7 @@ from taskgraph.errors import JobError
 from taskgraph.maps.mapping import imap
 from taskgraph.observe.screen import say, takes_codes
 from taskgraph.results import Failed, plain_value
-from taskgraph.system.files import chosen_file
+from taskgraph.system.files import chosen_file, why_unwritable
 
 __all__ = ["map_command"]
 
@@ -66,6 +66,8 @@ def _output(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
+    if why := why_unwritable(Path(path)):
+        raise JobError(f"--output {path}: {why}")
     with chosen_file(Path(path)) as file:
         text = io.TextIOWrapper(file, "utf-8", write_through=True)
         yield text

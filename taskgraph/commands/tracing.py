@@ -36,11 +36,7 @@ def trace(options: argparse.Namespace) -> int:
     if options.every < 0:
         raise JobError(f"--every {options.every}: must be at least 1, which traces all epochs")
     path = Path(options.output)
-    try:
-        why = why_unwritable(path)
-    except OSError as error:
-        why = error.strerror or str(error)
-    if why:
+    if why := why_unwritable(path):
         raise JobError(f"--output {path}: {why}")
     obey_sigterm()
     return uvloop.run(_trace(options, path))

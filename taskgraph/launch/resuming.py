@@ -202,17 +202,18 @@ def _unusable_text(store: Store, checkpoints: _Checkpoints) -> str:
     found = checkpoints.usable
     back = ""
     if found.was_refused_for(ChangedJob):
-        back = "go back to the driver and the number of tasks they were written with, or "
+        back = "go back to the driver that wrote them, with its number of tasks, or "
     if found.was_refused_for(ChangedDriver):
-        back = f"go on with the driver as it is now, if its tasks can use that state {_CHANGED}, {back}"
+        back = f"use them if the state still fits {_CHANGED}, {back}"
     if found.was_refused_for(OtherFormat):
         back = f"go on with the taskgraph that wrote them, on all hosts, {back or 'or '}"
     shared = "Do all hosts see the same place? " if found.was_refused_for(MissingFile) else ""
     one = len(checkpoints.current) == 1
     which = "the one checkpoint" if one else f"none of the {len(checkpoints.current)} checkpoints"
+    why = dict.fromkeys(text.partition(" is foreign: ")[2] or text for text in found.refused)
     return (
-        f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. {shared}To run the "
-        f"job, {back}start from the beginning (--fresh, fresh=True; they are removed once there are newer ones)"
+        f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(why)}\n"
+        f"{shared}To run the job, {back}start from the beginning (--fresh, fresh=True)"
     )
 
 

@@ -115,7 +115,10 @@ def remove_file(path: Path) -> None:
 
 def why_unwritable(path: Path) -> str:
     """Says why `chosen_file` will fail at this path; "" if no reason is visible."""
-    found = _mode(path)
+    try:
+        found = _mode(path)
+    except OSError as error:
+        return error.strerror or str(error)
     if found is not None and stat.S_ISDIR(found):
         return "it is a directory"
     if found is not None and not stat.S_ISREG(found):

@@ -418,6 +418,11 @@ def test_job_ends_while_command_connects(
         (["launch", "x", "-o", "a=1"], 2, "--resume-changed and --fresh go with a driver, or with `submit`"),
         (["launch", "x", "--timeout", "9"], 2, "--timeout and --json go with a driver; "),
         (["launch", "x", "--json"], 2, "`taskgraph result x --json`"),
+        (
+            ["map", "os.path:getsize", "--files", __file__, "--output", "no/such"],
+            2,
+            "--output no/such: there is no directory no",
+        ),
     ],
 )
 def test_errors_and_exit_codes(
@@ -438,6 +443,7 @@ def test_errors_and_exit_codes(
             OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
             "no process can be started (Resource temporarily unavailable)",
         ),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"), "taskgraph: /x: No space left on device\n"),
         (RuntimeError("can't start new thread"), "can't start new thread: a limit of this process (`ulimit -u`"),
     ],
 )

@@ -300,7 +300,7 @@ async def test_resume_without_place_is_error() -> None:
 
 async def test_checkpoint_of_other_tasks_is_refused(tmp_path: Path) -> None:
     await interrupted(tmp_path)
-    with pytest.raises(tg.CheckpointError, match=r"none of the 2 checkpoints .*foreign: tasks is 3, here it is 4"):
+    with pytest.raises(tg.CheckpointError, match=r"none of the 2 checkpoints .*used: tasks is 3, here it is 4"):
         await tg.arun(walk(tmp_path, tasks=4), nodes=0, resume=True)
 
 
