@@ -875,7 +875,7 @@ def of_epochs_committed_at_once_only_the_last_is_reported(patch: pytest.MonkeyPa
     def until(original: Any, self: Boundaries, epoch: int) -> tuple[Boundary, ...]:
         return original(self, epoch)[-1:]  # type: ignore[no-any-return]
 
-    _changed(patch, Boundaries, "until", until)
+    _changed(patch, Boundaries, "committing_at", until)
 
 
 @plant
