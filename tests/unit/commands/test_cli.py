@@ -443,7 +443,7 @@ def test_errors_and_exit_codes(
             OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
             "no process can be started (Resource temporarily unavailable)",
         ),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"), "taskgraph: /x: No space left on device\n"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"), "taskgraph: /x: No space left on device"),
         (RuntimeError("can't start new thread"), "can't start new thread: a limit of this process (`ulimit -u`"),
     ],
 )
