@@ -22,3 +22,18 @@ def test_worker_names_whom_it_waits_for() -> None:
     assert worker.awaited == ("B",)  # its part
     worker.contribution("B", Contribution(0, 0, (Span(1, 2),), b""))
     assert worker.awaited == ()
+
+
+def test_late_message_of_an_excluded_worker_holds_nothing_up() -> None:
+    first = View(0, 0, (Entry("A", 0), Entry("B", 0), Entry("C", 0)))
+    worker, view = Worker("A", whole=True), first.without({"C"})
+    worker.enter(0)
+    worker.read_view(view)
+    worker.report("B", view, Report(0, whole=True))
+    worker.holds("C", 0, 0)  # of the view before
+    worker.begin(2, b"")
+    worker.contribution("B", Contribution(1, 0, (Span(1, 2),), b""))
+    assert worker.take_parts() == [0]
+    worker.computed(0, [Span(0, 1)])
+    worker.holds("B", 1, 1)
+    assert worker.stable == 1

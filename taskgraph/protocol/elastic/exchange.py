@@ -67,7 +67,7 @@ class Exchange:
     """The contributions of the workers of a view to one position.
 
     Attributes:
-        received: worker -> the spans that it contributed in this view, in the order of arrival.
+        received: worker -> the spans that it contributed in this view.
         tags: worker -> the tag of its contributions.
         outvoted: workers whose tags differ; what they contribute is dropped.
         large: the sums are large enough for slices; also known in later views.
@@ -78,14 +78,14 @@ class Exchange:
     __slots__ = ("apart", "large", "outvoted", "received", "summed", "summing", "tags")
 
     def __init__(self) -> None:
-        self.received: dict[str, list[Span]] = {}
+        self.received: dict[str, set[Span]] = {}
         self.tags: dict[str, bytes] = {}
         self.outvoted: tuple[str, ...] = ()
         self.large = self.apart = self.summing = self.summed = False
 
     def end_view(self) -> set[Span]:
         """Ends the exchange in this view. Returns the spans whose sums this worker has received."""
-        whole = set[Span]() if self.apart else {span for spans in self.received.values() for span in spans}
+        whole = set[Span]() if self.apart else set[Span]().union(*self.received.values())
         self.received, self.tags, self.outvoted = {}, {}, ()
         self.apart = self.summing = self.summed = False
         return whole
@@ -97,8 +97,7 @@ class Exchange:
         self.tags[worker] = contribution.tag
         self.large |= contribution.large
         self.apart |= contribution.apart
-        spans = self.received.setdefault(worker, [])
-        spans += [span for span in contribution.spans if span not in spans]
+        self.received.setdefault(worker, set()).update(contribution.spans)
 
     def covered(self, worker: str, due: Mapping[str, frozenset[int]]) -> bool:
         """True if the worker contributed all that it has to."""
