@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elastic_cluster import SCENARIOS, Scenario, pause, run_body
+from elastic_cluster import SCENARIOS, Scenario, job_of, pause, run_body
 
 import taskgraph as tg
 
@@ -84,3 +84,17 @@ def in_loop(run: Any) -> None:
 def test_once_in_the_part_loop() -> None:
     with pytest.raises(tg.JobFailed, match=r"run.once in the part loop: call it before or after `for part in step`"):
         asyncio.run(run_body(in_loop))
+
+
+def noise_before_the_parts(run: Any) -> float:
+    s = run.state(total=0.0)
+    for step in run.steps(rows=12, batch=2, parts=2, passes=1):
+        noise = random.random() + float(np.random.rand())
+        for part in step:
+            part.add(noise=noise * part.size)
+        s.total += noise + step["noise"]
+    return float(s.total)
+
+
+def test_newcomer_draws_the_random_numbers_of_the_others_in_its_first_step() -> None:
+    tg.testing.run(job_of(noise_before_the_parts))
