@@ -42,6 +42,17 @@ def test_no_piece_is_no_round() -> None:
     assert asyncio.run(run_body(lambda run: run.map(lambda piece: piece, []), (2, ""))) == []
 
 
+def test_each_piece_is_computed_on_one_worker() -> None:
+    computed: list[int] = []
+
+    def body(run: Any) -> None:
+        run.once(lambda: computed.append(-1))
+        run.map(computed.append, range(5))
+
+    asyncio.run(run_body(body, (3, "")))
+    assert sorted(computed) == [-1, 0, 1, 2, 3, 4]
+
+
 def test_map_keeps_the_order_of_its_pieces() -> None:
     assert asyncio.run(run_body(lambda run: run.map(lambda piece: 2 * piece, range(9)), (3, ""))) == list(
         range(0, 18, 2)
