@@ -206,7 +206,8 @@ def insecure_listen(given: bool | None = None) -> bool:
 
 
 def _password(path: str | None) -> tuple[str | None, Path | None]:
-    """Reads the password: from the file at `path`, the environment, or the file that the environment or toml names.
+    """Reads the password: from the file at `path`, the environment, or the file that the environment or toml names;
+    None: none is given.
 
     Also returns the file, if it can be read again.
     """

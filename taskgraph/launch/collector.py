@@ -103,7 +103,9 @@ class Collector(Follower):
             await asyncio.sleep(_RETRY_S)
 
     async def _ask_for_others(self, kept: dict[int, TaskResult]) -> TaskGraphError | None:
-        """Asks the nodes of tasks that are not `kept`, and adds their results. Returns the last error."""
+        """Asks the nodes of tasks that are not `kept`, and adds their results. Returns the last error; None: none
+        failed.
+        """
         failed = None
         holders = {node for task, node in self.view.result_holders().items() if task not in kept}
         for node, record in [(n, v.record) for n, v in sorted(self.view.nodes.items()) if n in holders]:

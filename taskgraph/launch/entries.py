@@ -58,7 +58,7 @@ class JobEntry:
 
     @property
     def node_access(self) -> Tls | None:
-        """Returns the access to the control service of nodes on other hosts."""
+        """The TLS files for the control service of nodes on other hosts; None: no TLS."""
         return Tls.of(self.node_tls)
 
     @property

@@ -139,8 +139,8 @@ class Follower:
         return spec is not None and JobSpec.from_bytes(spec).run == self._spec.run
 
     @property
-    def open(self) -> bool:
-        """True if the followed run's nodes have something to do."""
+    def has_work(self) -> bool:
+        """True while the followed run's nodes have something to do."""
         return self.view.has_work and self.view.spec_revision == self._run_at
 
     @property
@@ -190,12 +190,12 @@ class Follower:
             await service
 
     async def stop(self) -> None:
-        """Ends following."""
+        """Cancels what follows the job in the background."""
         await cancel_and_wait(*self._services)
         self._services.clear()  # their frames refer to this object
 
     async def _follow_kept(self) -> None:
-        """Reports the events in etcd, as they come."""
+        """Reports the events in etcd, as they come, until cancelled."""
         async for event in follow_events(self._coordinator, self._spec.name):
             self._report(event)
 
@@ -212,7 +212,7 @@ class Follower:
         self._on_event(event)
 
     async def _report_incidents(self) -> None:
-        """Reports what each failure cost, and keeps the report in etcd."""
+        """Reports what each failure cost, once that is known, and writes it to the job's events, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._incidents.any_open:

@@ -178,7 +178,7 @@ class ForkServer:
         return answer
 
     def _output_text(self) -> str:
-        """Returns what the fork server printed, for an error."""
+        """Returns what the fork server printed, for an error; "": nothing."""
         with contextlib.suppress(OSError):
             if text := self._log.read_bytes()[-_SAID_BYTES:].decode(errors="replace").strip():
                 return f"; it said:\n{text}"

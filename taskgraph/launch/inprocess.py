@@ -138,7 +138,7 @@ class InProcessCluster:
         return node_id
 
     async def _run(self, node: NodeLife, coordinator: MemoryCoordinator) -> None:
-        """Runs a node to its end; its first error fails the job."""
+        """Runs a node until it has ended. An error of a node that did not crash fails the job."""
         try:
             await node.run()
         except Exception as error:
@@ -247,7 +247,7 @@ class InProcessCluster:
             return asking.result() if asking.done() else []
 
     def checkpoint(self) -> CheckpointRecord | None:
-        """Returns the newest complete checkpoint."""
+        """Returns the newest complete checkpoint; None: there is none."""
         kv = next(iter(self.store.select(self.keys.checkpoint, prefix=False)), None)
         return CheckpointRecord.from_bytes(kv.value) if kv is not None else None
 

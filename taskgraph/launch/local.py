@@ -271,7 +271,7 @@ class LocalNodes:
                     await self._coordinator.txn(put_events(self._keys, revision, [(key, event)]))
 
     async def _report_unregistered(self, entry: _Process) -> None:
-        """Reports why a node is not registered, until it is. Only reads: etcd may refuse writes."""
+        """Logs why a node is not registered, again and again, until it is. Only reads: etcd may refuse writes."""
         began = absent_since = time.monotonic()
         while True:
             await asyncio.sleep(_KEY_LOOK_S)

@@ -94,7 +94,7 @@ class LogTails:
                     self._files[name], self._rest[name] = path.open("rb"), b""
 
     def poll(self) -> bool:
-        """Passes on new lines; returns True if there may be more."""
+        """Shows the new lines of all logs; returns True if there may be more now."""
         more, over = False, self._ended()  # before reading: an ended node writes no more
         self._open()
         for name, file in list(self._files.items()):
@@ -124,7 +124,7 @@ class LogTails:
             self._show(f"{name.ljust(self._width)} | {line.decode(errors='replace').rstrip()}")
 
     def close(self) -> None:
-        """Passes on the rest, and closes the files."""
+        """Shows the rest of all logs, and closes the files."""
         try:
             while self.poll():
                 pass

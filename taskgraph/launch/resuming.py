@@ -123,7 +123,7 @@ def _which_text(spec: JobSpec, store: Store, checkpoints: _Checkpoints) -> str:
 
 
 def _warn_of_beginning(spec: JobSpec, store: Store, newest: Name | None, *, unfinished: bool) -> None:
-    """Warns that a resumed job starts at epoch 0."""
+    """Logs why a job that was to be resumed starts at epoch 0."""
     if newest is None and unfinished:
         log.warning(
             "the checkpoints in %s were not finished, since the run before ended while it wrote them: the job starts "
@@ -269,7 +269,8 @@ def _expected(spec: JobSpec) -> ExpectedJob:
 
 
 async def _known_to_etcd(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:
-    """Returns the checkpoint that the pointer of the run `before` names in etcd, and its last attempt.
+    """Returns the checkpoint that the pointer of the run `before` names in etcd, or None, and the run's last attempt,
+    or 0.
 
     If that run kept its checkpoints in another directory, its pointer does not count.
     """

@@ -133,7 +133,7 @@ class Runtime:
                 write_entry(folder / f"launcher-{entry.pid}-{secrets.token_hex(4)}.json", entry)
 
     def leave(self, entry: JobEntry) -> None:
-        """Removes the entry of this process. The last launcher removes the job's folder and logs, too.
+        """Removes this process's entry of a job. The last launcher removes the job's folder with its logs, too.
 
         A run with its own etcd does that itself, and nodes that were just being started here may have written since.
         """
@@ -165,17 +165,17 @@ class Runtime:
             yield
 
     def find(self, name: str) -> JobEntry | None:
-        """Returns the entry of a job of this host, unless its launchers have ended."""
+        """Returns the entry of a job that has a living launcher on this host; None: there is none."""
         entry = self.known(name)
         return entry if entry is not None and not entry.stale else None
 
     def killed(self, name: str) -> JobEntry | None:
-        """Returns the entry of a job whose launcher was killed, and left the entry behind."""
+        """Returns the entry of a job whose launchers were all killed, and left it behind; None: there is none."""
         entry = self.known(name)
         return entry if entry is not None and entry.stale else None
 
     def known(self, name: str) -> JobEntry | None:
-        """Returns the entry of a job of this host, also if its launcher was killed."""
+        """Returns the entry of a job of this host, also if its launcher was killed; None: there is none."""
         return self._entry(self._checked_folder(name)) if is_name(name) else None
 
     def jobs(self) -> list[JobEntry]:
@@ -196,7 +196,7 @@ class Runtime:
         return sorted(path for path in (self.root / "jobs").glob("*") if path.is_dir())
 
     def _entry(self, folder: Path) -> JobEntry | None:
-        """Returns the first entry whose launcher lives, else the first."""
+        """Returns the first entry whose launcher lives, else the first; None: the folder has none."""
         entries = [entry for path in self._files(folder) if (entry := read_entry(path)) is not None]
         return next((entry for entry in entries if not entry.stale), entries[0] if entries else None)
 
@@ -225,7 +225,7 @@ class Runtime:
         return is_name(folder.name) and (entry is None or entry.stale)
 
     def remove(self, name: str) -> None:
-        """Removes a job's folder and logs."""
+        """Removes a job's folder, with its entries and logs."""
         folder = self._checked_folder(name)
         for path in own_entries(folder):
             remove_entry(path)
@@ -234,11 +234,13 @@ class Runtime:
     # -- logs, and jobs that ended ------------------------------------------------------------------------------
 
     def logs(self, name: str) -> Path | None:
-        """Returns where nodes of a running job write, if some were started on this host."""
+        """Returns the folder where nodes of a running job write; None: none were started on this host."""
         return self.left_logs(name) if self.find(name) is not None else None
 
     def left_logs(self, name: str) -> Path | None:
-        """Returns where nodes of a job write or wrote, also if its launcher was killed."""
+        """Returns the folder where nodes of a job write or wrote, also if its launcher was killed; None: there are no
+        logs.
+        """
         folder = self._checked_folder(name)
         return folder if any(folder.glob("n*.log")) else None
 

@@ -105,7 +105,7 @@ class Supervisor:
             listening=listening,
             collects=True,
             ahead=ahead,
-            replace=lambda: replace and follower.open,
+            replace=lambda: replace and follower.has_work,
         )
         self._without_etcd = ""
         """The way in which the job's own etcd ended; "": it runs, or there is none."""
@@ -456,7 +456,7 @@ async def launch_nodes(
         blas_threads=spec.setting("blas_threads"),
         deal_devices=spec.setting("deal_devices"),
         listening=listening,
-        replace=lambda: replace and follower.open,
+        replace=lambda: replace and follower.has_work,
     )
     try:
         await _start_unless(leave, nodes, count)
@@ -503,7 +503,7 @@ async def _follow_until_left(follower: Collector, nodes: LocalNodes, run: str) -
 
 
 async def _start_unless(leave: asyncio.Event, nodes: LocalNodes, count: int) -> None:
-    """Starts nodes; once `leave` is set, no more."""
+    """Starts nodes. Once `leave` is set, stops starting them."""
     async with alongside(nodes.start(count), leave.wait()) as (starting, leaving):
         await any_done(starting, leaving)
         if starting.done() and starting.exception() is not None:
@@ -514,7 +514,8 @@ async def _start_unless(leave: asyncio.Event, nodes: LocalNodes, count: int) -> 
 
 
 async def _collect_at_end(follower: Collector, gone: asyncio.Future[None]) -> tuple[StatusRecord, JobResult | None]:
-    """Returns the job's end and its result. A finished job may run again if it lost its results.
+    """Waits for the job's end; returns its status and, if this process collected it, its result. A finished job may run
+    again if it lost its results.
 
     Args:
         gone: done once all nodes that were started here have ended.

@@ -168,7 +168,7 @@ class Tracer:
         return f"{self.unit}s {self.first} to {self.until - 1}{every_text(self.every)}"
 
     def _trace_new_nodes(self) -> None:
-        """Begins to trace nodes that joined."""
+        """Begins to trace the nodes that have joined since the last call."""
         if self.ended_early:
             return
         for node, record in self._keeper.view.live_nodes(self._run).items():
@@ -301,7 +301,7 @@ def every_of(epochs: int, rate: float, replicas: int, hosts: int) -> int:
 
 
 def every_text(every: int) -> str:
-    """Says in words which epochs of a range are traced."""
+    """Says, behind a range, which of its epochs are traced; "": all."""
     return f", one of {every}" if every > 1 else ""
 
 

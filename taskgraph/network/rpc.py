@@ -143,9 +143,9 @@ async def _wait_for(work: asyncio.Future[Any], timeout_s: float | None) -> None:
     """
     loop = asyncio.get_running_loop()
     over = loop.create_future()
-    wake = partial(_set, over)
+    wake = partial(_set_result, over)
     work.add_done_callback(wake)
-    timer = None if timeout_s is None else loop.call_later(timeout_s, _set, over)
+    timer = None if timeout_s is None else loop.call_later(timeout_s, _set_result, over)
     try:
         await over
     finally:
@@ -154,7 +154,7 @@ async def _wait_for(work: asyncio.Future[Any], timeout_s: float | None) -> None:
         work.remove_done_callback(wake)
 
 
-def _set(future: asyncio.Future[None], _: object = None) -> None:
+def _set_result(future: asyncio.Future[None], _: object = None) -> None:
     if not future.done():
         future.set_result(None)
 

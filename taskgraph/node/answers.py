@@ -84,7 +84,7 @@ def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -
         processor=running[-1].where if running else "",
         running_s=node.now() - running[-1].since if running else 0.0,
         waits=tuple(dict.fromkeys(waits)),  # a handler may have many equal waits
-        in_sync=primary.backups.in_sync if primary else 0,
+        in_sync=primary.backups.in_sync_count if primary else 0,
     )
 
 

@@ -100,7 +100,7 @@ class ControlServer:
         self._end = asyncio.Event()
 
     def attach(self, node: ControlledNode) -> None:
-        """Answers later calls from `node`."""
+        """Lets `node` answer the calls from now on."""
         self._node = node
 
     async def start(
@@ -393,7 +393,7 @@ class _Follower:
             self._timer = self._loop.call_at(self._sent_at + _PACE_S, self._wake.set)
 
     def end(self) -> None:
-        """Ends the stream after the events so far."""
+        """Makes the stream end after the events that are queued."""
         self._ended = True
         self._wake.set()
         if self._timer is not None:

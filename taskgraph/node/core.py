@@ -152,7 +152,7 @@ class NodeCore:
         """The epoch at work in the view; -1: none yet."""
         return self.keeper.view.stamp.epoch if self.keeper.view.stamp else -1
 
-    def pause(self, paused: bool) -> None:
+    def set_paused(self, paused: bool) -> None:
         """Sets whether the node is paused."""
         self.paused = paused
         if paused:
@@ -161,7 +161,7 @@ class NodeCore:
             self._unpaused.set()
 
     async def wait_while_paused(self) -> None:
-        """Returns when the node is not paused."""
+        """Waits until the node is not paused."""
         await self._unpaused.wait()
 
     async def short_pause(self) -> None:
@@ -204,7 +204,9 @@ class NodeCore:
         return None
 
     async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
-        """Executes a transaction until its outcome is known; returns its revision or None, as `EtcdWrites.transact`."""
+        """Executes a transaction until its outcome is known; returns its revision, or None if its comparisons
+        failed.
+        """
         return await self.writes.transact(txn, key=key, writer=writer)
 
     # -- work that ends with the node -------------------------------------------------------------
@@ -219,7 +221,7 @@ class NodeCore:
         task.add_done_callback(lambda done: self._owned.pop(done, None))
         return task
 
-    def wait_for(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def run_to_end(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Starts a coroutine that runs to its end, also when the node ends; if the node has not begun, does not start
         it.
         """

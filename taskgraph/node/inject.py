@@ -96,7 +96,7 @@ class Injection:
             raise JobError(f"{VARIABLE}: {name!r} is no fault: {error}") from None
 
     def matches(self, stage: str, task: int, epoch: int) -> bool:
-        """True at the moment of this fault."""
+        """Returns True if the fault is for this stage, task and epoch."""
         return self.stage == stage and self.task in (None, task) and self.epoch in (None, epoch)
 
     def execute(self) -> None:

@@ -62,7 +62,7 @@ class DrainingState(Protocol):
 
     @property
     def over(self) -> bool:
-        """True once it may leave."""
+        """True once the node may leave."""
 
 
 class NodeLife(NodeCore):
@@ -248,7 +248,7 @@ class NodeLife(NodeCore):
             )
 
     async def _wait_for_end(self) -> None:
-        """Returns when the node's work is over. Raises the error that ends the node, if one was noted."""
+        """Waits until the node's work is over. Raises the error that ends the node, if one was noted."""
         assert self._failure is not None
         async with alongside(self._wait_for_end_of_work()) as (over,):
             await any_done(over, self._failure)
@@ -257,7 +257,7 @@ class NodeLife(NodeCore):
             await over
 
     async def _wait_for_end_of_work(self) -> None:
-        """Returns when the job has ended and its results are collected or given up, or when this node has drained."""
+        """Waits until the job has ended and its results are collected or given up, or until this node has drained."""
         view = self.keeper.view
         while True:
             await self._wait_for_view(lambda v: not v.running or self._is_superseded())
@@ -292,7 +292,7 @@ class NodeLife(NodeCore):
         return True
 
     async def _wait_for_view(self, shows: Callable[[JobView], bool]) -> None:
-        """Returns when `shows` is true of the view, or this node has drained.
+        """Waits until `shows` is true of the view, or this node has drained.
 
         Args:
             shows: must not depend on the view's `epoch`. While the node does not drain, commits are not looked at;

@@ -181,7 +181,7 @@ async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, in
 
 
 async def _wait_for_change(coordinator: Coordinator, key: str, revision: int) -> None:
-    """Returns when `key` may have been written after `revision`."""
+    """Waits until `key` may have been written after `revision`."""
     if not revision:
         await asyncio.sleep(_LOG_AGAIN_S)
         return

@@ -141,7 +141,7 @@ class Replica:
         return [call for call in running if call.where not in wait]
 
     def follow(self, record: EpochRecord) -> None:
-        """Takes in one `epoch` record.
+        """Brings boundaries and reports in line with a new `epoch` record.
 
         A roll-back drops the boundaries of earlier attempts, and reports from its epoch on. A commit frees the
         boundaries before it, and keeps their reports.
@@ -373,7 +373,7 @@ class Replica:
         return await self.actor.call("shared state", read, alone=False)
 
     async def notify(self, event: Event) -> None:
-        """Passes an event to the user's object."""
+        """Calls the task's `on_event` with an event, if the task has one."""
         if "on_event" in self.shape.overrides:
             await self.actor.call("on_event", self.user_task.on_event, event)
 

@@ -63,7 +63,7 @@ class _Block:
         self.size = 0
 
     @classmethod
-    def of(cls, data: bytes) -> _Block:
+    def unpack(cls, data: bytes) -> _Block:
         """Reads a block. Raises DecodeError."""
         made = cls()
         try:
@@ -221,21 +221,21 @@ class ReportLog:
             levels = [_level(block) for block in full]
             twins = [at for at in range(len(full) - 1) if levels[at] == levels[at + 1]]
             at = min(twins, key=levels.__getitem__, default=0)  # the oldest of several
-            older, newer = map(_Block.of, full[at : at + 2])
+            older, newer = map(_Block.unpack, full[at : at + 2])
             full[at : at + 2] = [older.merge_and_thin(newer).packed(max(levels[at : at + 2]) + 1)]
 
-    def of(self, epoch: int) -> Rows:
-        """Returns the rows of one epoch, usually the newest."""
+    def rows_of(self, epoch: int) -> Rows:
+        """Returns the rows of one epoch, usually the newest; {} if it has none."""
         if epoch >= self._newest:
             return self._rows if epoch == self._newest else {}
-        for block in chain([self._open_block], map(_Block.of, reversed(self._full_blocks))):
+        for block in chain([self._open_block], map(_Block.unpack, reversed(self._full_blocks))):
             if block.groups and block.first <= epoch:
                 return block.read_epoch(epoch)
         return {}
 
     def rows(self) -> Iterator[tuple[int, PlainRows]]:
         """Yields all rows, epoch after epoch."""
-        for block in chain(map(_Block.of, self._full_blocks), [self._open_block]):
+        for block in chain(map(_Block.unpack, self._full_blocks), [self._open_block]):
             yield from block.rows()
         if self._rows:
             yield self._newest, plain(self._rows)
@@ -247,7 +247,7 @@ class ReportLog:
         self._newest, self._rows = -1, {}
         self._open_block.cut(epoch)
         while not self._open_block.groups and self._full_blocks:
-            self._open_block = _Block.of(self._full_blocks.pop())
+            self._open_block = _Block.unpack(self._full_blocks.pop())
             self._open_block.cut(epoch)
         if self._open_block.groups:
             last = self._open_block.last
@@ -275,7 +275,7 @@ class ReportLog:
         """
         made = cls()
         for at, data in enumerate(blocks):
-            level, block = _level(data), _Block.of(data)
+            level, block = _level(data), _Block.unpack(data)
             if at < len(blocks) - 2 and level >= 0 and block.groups:
                 made._full_blocks.append(data)
             elif at == len(blocks) - 2 and level == _OPEN:

@@ -121,7 +121,7 @@ class Roles:
 
     @property
     def leader(self) -> LeaderRole | None:
-        """The node's leader role; primaries see only `LeaderInterface`."""
+        """The role of the job's leader, if this node leads; None: it does not. Primaries see only `LeaderInterface`."""
         leader = self._node.leader
         assert leader is None or isinstance(leader, LeaderRole)
         return leader
@@ -174,7 +174,7 @@ class Roles:
 
     def drop(self, task: int) -> None:
         """Removes a replica, and begins to tear it down."""
-        self._node.wait_for(self._tear_down(self.replicas.pop(task)), f"tear down task {task}")
+        self._node.run_to_end(self._tear_down(self.replicas.pop(task)), f"tear down task {task}")
 
     async def _tear_down(self, replica: Replica) -> None:
         """Tears a dropped replica down; an error in `teardown()` fails the job."""

@@ -98,7 +98,9 @@ class Router:
                         reply.cancel()
 
     def peer(self, node: str) -> Peer | None:
-        """Returns the address of a node; without its key in etcd, the last address, unless `keep_only` dropped it."""
+        """Returns the address of a node; without its key in etcd, its last address; None: it has none that `keep_only`
+        has kept.
+        """
         registered, known = self._keeper.view.nodes.get(node), self._addresses.get(node)
         if registered is not None and (known is None or known[0] is not registered.record):
             known = self._addresses[node] = registered.record, peer_of(node, registered.record)
@@ -130,7 +132,7 @@ class Router:
                     raise
             except (TransportError, TimeoutError):
                 pass  # the node may be dead or replaced: the view shows its successor, now or soon
-            await self._next_try(task, revision, backoff.next_pause_s())
+            await self._wait_for_next_try(task, revision, backoff.next_pause_s())
 
     def begin(self, task: int, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
         """Tries once to call the primary of `task`, if that needs no waiting; otherwise None.
@@ -291,7 +293,7 @@ class Router:
         node = view.primary_node(task)
         return node is not None and self.peer(node) is not None
 
-    async def _next_try(self, task: int, known: int, pause_s: float) -> None:
+    async def _wait_for_next_try(self, task: int, known: int, pause_s: float) -> None:
         """Waits until the task has another primary, `pause_s` at most."""
         try:
             async with asyncio.timeout(pause_s):

@@ -92,7 +92,9 @@ class NodeServices(NodeLife):
             await self.fail_early(error, task)
 
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:
-        """Fails the job for user code that failed before there was a primary, fenced by this node's own key."""
+        """Fails the job for user code that failed before there was a primary, fenced by this node's own key; False as
+        `fail_job`.
+        """
         view = self.keeper.view
         epoch = view.stamp.epoch if view.stamp and view.running else None  # after the last epoch
         fences = (Compare(view.keys.node(self.id), self.node_revision),)

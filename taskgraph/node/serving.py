@@ -117,7 +117,7 @@ class Serving:
         return reply
 
     def answer_all_now(self, peer: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
-        """Answers as `answer_now`, for each epoch of a pull."""
+        """Answers as `answer_now`, for each epoch of a pull. None: call `answer_now` for each."""
         node, waiting = self._node, self._waiting
         room = self._room(Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1))
         if peer == node.id:
@@ -143,7 +143,7 @@ class Serving:
         return (limit // 2 if at is None or stamp > at else limit) - self._waiting.count
 
     def _primary_for(self, pull: Pull) -> Primary | None:
-        """Returns the primary here that can answer all parts of a pull."""
+        """Returns the primary here that can answer all parts of a pull at once; None: there is none."""
         primary, view = self._roles.primaries.get(pull.task), self._node.keeper.view
         if primary is None or view.term(pull.sender) != pull.sender_term:
             return None
@@ -153,7 +153,9 @@ class Serving:
         return primary if within_reach(last, _PULLED_AHEAD * self._ahead, view) else None
 
     def _take_offer_now(self, peer: str, offer: Offer | Offers) -> Accepted | None:
-        """Stores offered boundaries at once if the replica is set up, which is the usual case."""
+        """Stores offered boundaries at once; None: use `_take_offer`, since the replica is not set up, or the view is
+        behind.
+        """
         node, view = self._node, self._node.keeper.view
         replica = self._roles.replicas.get(offer.task)
         if replica is None or not replica.ready or offer.committed or node.injects_held:

@@ -57,7 +57,9 @@ class EtcdWrites:
         return result.revision if result is not None else None
 
     async def execute(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
-        """Does as `transact`, but returns the result with its reads; without reads if etcd's answer was lost."""
+        """Does as `transact`, but returns the result with its reads, which lack if etcd's answer was lost; None:
+        comparisons failed.
+        """
         since = self._coordinator.now()
         try:
             result = await self._coordinator.txn(txn)
@@ -71,7 +73,9 @@ class EtcdWrites:
     async def _execute_again(
         self, txn: Txn, key: str, writer: str, since: float, error: CoordinationError
     ) -> TxnResult | None:
-        """Repeats a transaction whose first try failed with `error`, until its outcome is known."""
+        """Repeats a transaction whose first try failed with `error`, until its outcome is known; returns as
+        `execute`.
+        """
         uncertain = False
         with self._repeating(since) as request:
             while True:

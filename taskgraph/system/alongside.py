@@ -59,5 +59,5 @@ async def cancel_and_wait(*work: Future[Any]) -> None:
 
 
 async def any_done(*work: Future[Any]) -> None:
-    """Returns when at least one future is done. If the caller is cancelled, the futures go on."""
+    """Waits until at least one future is done. If the caller is cancelled, the futures go on."""
     await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)

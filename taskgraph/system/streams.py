@@ -58,7 +58,7 @@ def wait_until_written() -> None:
 
 
 def _raw_stderr() -> _DroppingFile | None:
-    """Returns the raw file of standard error, if `prepare_streams` made it."""
+    """Returns the raw file of standard error that `prepare_streams` made; None: it made none."""
     raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
     return raw if isinstance(raw, _DroppingFile) else None
 

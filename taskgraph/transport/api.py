@@ -181,7 +181,7 @@ class Transport(Protocol):
         """Makes the `count` calls of a pull in one frame. Returns the future of each; None: use `call_now` for each."""
 
     async def probe(self, peer: Peer, *, timeout_s: float) -> None:
-        """Returns if the peer answers the hello. Raises PeerGone or PeerLost otherwise."""
+        """Checks that the peer answers the hello. Raises PeerGone or PeerLost if it does not."""
 
     async def close(self) -> None:
         """Says goodbye to all peers, so that they see no loss, and stops listening."""

@@ -15,7 +15,6 @@ from taskgraph.transport.wire import REPLY_OF
 __all__ = [
     "OpenCall",
     "OwnedTasks",
-    "all_now",
     "answer",
     "answer_all_now",
     "answer_later",
@@ -23,6 +22,7 @@ __all__ = [
     "answer_quietly",
     "call_self",
     "describe",
+    "try_answer_all_now",
     "unwrap",
 ]
 
@@ -78,7 +78,7 @@ class OpenCall(CallFuture):
 
 
 def answer_now(serve: Serve, caller: str, call: Call) -> Reply | PendingReply | None:
-    """Calls `serve.answer_now`, if `serve` has it. An error becomes a refusal."""
+    """Calls `serve.answer_now`; None: it is not there, or cannot answer now. An error becomes a refusal."""
     now: ServeNow | None = getattr(serve, "answer_now", None)
     if now is None:
         return None
@@ -92,15 +92,17 @@ def answer_now(serve: Serve, caller: str, call: Call) -> Reply | PendingReply | 
 
 
 def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply | None]:
-    """Answers the calls of a pull for several epochs, in order."""
-    replies = all_now(serve, caller, pull)
+    """Answers the calls of a pull for several epochs now, in order; None for each that has to wait."""
+    replies = try_answer_all_now(serve, caller, pull)
     if replies is None:
         replies = [answer_now(serve, caller, pull.each(nth)) for nth in range(pull.count)]
     return replies
 
 
-def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
-    """Calls `serve.answer_all_now`, if `serve` has it. An error becomes a refusal of all calls."""
+def try_answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
+    """Calls `serve.answer_all_now`; None: it is not there, or cannot answer all together. An error becomes a refusal of
+    all calls.
+    """
     every: ServeAll | None = getattr(serve, "answer_all_now", None)
     try:
         return None if every is None else every(caller, pull)

@@ -248,7 +248,9 @@ class DeviceBorrowing:
         return found
 
     def keep(self, opened: dict[int, OpenMemory], tickets: Sequence[Ticket]) -> None:
-        """Keeps opened memory for later tickets. Closes idle memory to make room, but none that `tickets` need."""
+        """Keeps opened memory for later tickets, and closes idle memory to make room, but none that `tickets` need.
+        Raises CannotBorrow if the session ended.
+        """
         if self._send is None:
             raise CannotBorrow("the session ended", for_good=False)
         too_many = len(self._opened) + len(opened) - _MAX_OPEN
@@ -286,7 +288,7 @@ class DeviceBorrowing:
         return EncodedOnDevice(value.meta, tuple(buffers), value.digest)
 
     def give_back(self, tickets: Sequence[Ticket]) -> None:
-        """Returns tickets without reading the memory."""
+        """Gives tickets back to the lender without reading the memory."""
         self._send_back([ticket.number for ticket in tickets])
 
     def _end_loan(self, memory: OpenMemory, number: int, events: list[Event]) -> None:

@@ -192,7 +192,7 @@ class Borrowing:
         return _new(Reference, (*fields, length))
 
     def take(self, references: Sequence[Reference]) -> tuple[memoryview, ...]:
-        """Maps the memory of references, read-only, and returns it. If one cannot be mapped, returns all leases and
+        """Maps the memory of references, read-only, and returns it. If one cannot be mapped, gives all leases back and
         raises CannotBorrow.
         """
         buffers: list[memoryview] = []
@@ -208,7 +208,7 @@ class Borrowing:
         return tuple(buffers)
 
     def refuse(self, references: Sequence[Reference]) -> None:
-        """Returns leases without opening the memory."""
+        """Gives leases back to the lender without opening the memory."""
         self._to_return.extend(reference.lease for reference in references)
         self._flush_soon()
 
@@ -257,7 +257,7 @@ class Borrowing:
             self._return_timer = self._loop.call_later(_RETURN_DELAY_S, self._flush_by_timer)
 
     def close(self) -> None:
-        """Returns no more leases: the session ended."""
+        """Gives no more leases back, since the session ended."""
         self._closed = True
         if self._return_timer is not None:
             self._return_timer.cancel()

@@ -174,7 +174,7 @@ class MemoryTransport:
         return [call for call in calls if call is not None] or None  # None: the transport is closed
 
     async def _exchange(self, node: str, message: Call, *, quiet: bool = False) -> Reply:
-        """Has the peer answer a call, and waits for its reply."""
+        """Passes a call to the peer's transport, and waits for the reply."""
         target = self._find_peer(node)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._pending[reply] = node

@@ -126,5 +126,7 @@ def move_to_huge_pages(
 
 
 def release_pages(address: int, size: int) -> bool:
-    """Returns pages of writable shared memory to the kernel: all processes see zeros. False: the kernel refused."""
+    """Gives pages of writable shared memory back to the kernel: all processes see zeros. Returns False if the kernel
+    refused.
+    """
     return sys.platform == "linux" and not _libc().madvise(address, size, _MADV_REMOVE)

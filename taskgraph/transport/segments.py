@@ -109,7 +109,7 @@ class _Arena:
         return self.region.address + begin, end - begin
 
     def empty(self, offset: int, size: int) -> None:
-        """Returns the pages of a closed segment to the kernel. May be called in any thread."""
+        """Gives the pages of a closed segment back to the kernel. May be called in any thread."""
         self._closed.append((offset, size))
         self._release_pages(offset, size)
 
@@ -120,7 +120,7 @@ class _Arena:
             self._release_pages(*piece)
 
     def _release_pages(self, offset: int, size: int) -> None:
-        """Returns these pages to the kernel, but not those of memory that is not shared, and not in a forked child."""
+        """Gives these pages back to the kernel; does nothing for memory that is not shared, or in a forked child."""
         if self.region is not None and size and self._pid == os.getpid():  # a forked child does not own it
             release_pages(self.region.address + offset, size)
 
@@ -141,7 +141,7 @@ class _Segment:
         self.pin: Pin | None = None
 
     def close(self) -> None:
-        """Returns its pages to the kernel. Those of a spoiled segment stay until its arena is freed."""
+        """Gives the segment's pages back to the kernel. Those of a spoiled segment stay until its arena is freed."""
         pin, self.pin = self.pin, None
         if self.spoiled:
             return
@@ -296,13 +296,15 @@ class Pool:
         return _Segment(arena, size)
 
     def _end_arena(self) -> None:
-        """Returns the unused rest of the current arena."""
+        """Gives the unused rest of the current arena back to the kernel; the next small segment begins another
+        arena.
+        """
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.empty(arena.cut, arena.size - arena.cut)
 
     def _collect(self) -> None:
-        """Makes segments idle whose blocks are garbage, or closes them."""
+        """Makes segments idle whose blocks are garbage; closes those that may take no more values."""
         now, retired = self._clock(), False
         while self._garbage:
             use = self._garbage.popleft()

@@ -98,10 +98,10 @@ class Owner(Protocol):
         """Called once after `on_ended`: the socket is closed."""
 
     async def verify(self, value: Encoded) -> bool:
-        """Checks the digest of a value, in a thread if it is large."""
+        """Returns True if a value has its digest; checks in a thread if it is large."""
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Allocates memory to receive into."""
+        """Allocates memory to receive into; None: use any."""
 
 
 def call_on_loop_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
@@ -283,11 +283,11 @@ class Session(asyncio.BufferedProtocol):
         return seen
 
     def give_back(self) -> None:
-        """Returns the leases of memory that this process has finished reading."""
+        """Gives the lender back the leases of memory that this process has finished reading."""
         self._borrowing.flush()
 
     def _schedule_return(self) -> None:
-        """Schedules the return of several leases. May be called in the middle of any code."""
+        """Schedules `give_back` of several leases. May be called in the middle of any code."""
         if not self._loop.is_closed():
             self._loop.call_soon(self.give_back)
 

@@ -29,7 +29,7 @@ from taskgraph.system.host import memory_bytes
 from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import OnLost, Peer, PendingReply, Serve
-from taskgraph.transport.calls import OpenCall, OwnedTasks, all_now, answer_now, call_self, describe
+from taskgraph.transport.calls import OpenCall, OwnedTasks, answer_now, call_self, describe, try_answer_all_now
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Digesting
 from taskgraph.transport.mappings import Mappings
@@ -385,7 +385,7 @@ class StreamTransport:
 
     def _calls_self_now(self, message: Pull) -> list[asyncio.Future[Reply]] | None:
         """Begins the calls of a pull of the node to itself; None if `ServeNow` has to be called for each."""
-        replies = all_now(self.serve, self._node, message)
+        replies = try_answer_all_now(self.serve, self._node, message)
         if replies is None:
             return None
         known = [reply for reply in replies if reply is not None]

@@ -63,7 +63,7 @@ def _to_wire(part: Any) -> bytes | Mapping[str, float]:
 
 
 def _from_wire(cls: type, part: object) -> Encoded:
-    """Returns a value that has its digest only."""
+    """Makes a value that has its digest only, from a header's part. Raises ValueError."""
     if type(part) is not bytes or len(part) != DIGEST_BYTES:
         raise ValueError(f"{cls.__name__}: {DIGEST_BYTES} bytes were expected")
     return Encoded(b"", (), part)

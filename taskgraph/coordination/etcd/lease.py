@@ -283,7 +283,7 @@ class EtcdLease:
             self._logged_at.clear()
 
     def on_refusal(self, token: str) -> None:
-        """Handles the refusal of a stream's token."""
+        """Drops a token that etcd refused, so that the lease logs in before its next stream."""
         self._refused = token
         self._login.drop_token(token)
 

@@ -170,7 +170,7 @@ class EtcdOptions:
         return v3.AuthenticateRequest(name=self.username or "", password=self._current_password() or "")
 
     def _current_password(self) -> str | None:
-        """Returns the password, from its file if that can be read."""
+        """Returns the password, from its file if that can be read; None: the options name no user."""
         if self.password_file is None:
             return self.password
         with contextlib.suppress(OSError, UnicodeDecodeError):  # it is being replaced at this moment

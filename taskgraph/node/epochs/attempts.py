@@ -40,7 +40,7 @@ class Attempts:
         return iter(self._attempts.values())
 
     def of(self, stamp: Stamp) -> Attempt | None:
-        """Returns the attempt at `stamp` if it has begun and is not over."""
+        """Returns the attempt at `stamp`; None: it has not begun, or is over."""
         return self._attempts.get(stamp)
 
     def uncommitted_bytes(self, before: int) -> int:
@@ -101,7 +101,7 @@ class Attempts:
                 attempt.drop()
 
     def drop(self) -> None:
-        """Drops all attempts, since they are over."""
+        """Frees the values of all attempts, since these are over."""
         for attempt in self._attempts.values():
             attempt.drop()
         self._attempts.clear()
@@ -135,7 +135,7 @@ class Attempts:
         return attempt is None or attempt.graph is None or attempt.out.lacks(pull.tag, pull.sender)
 
     def answer_pulls(self, pull: Pull) -> list[Reply | PendingReply | None]:
-        """Answers a pull for several epochs, most of which have not begun."""
+        """Answers a pull for several epochs, most of which have not begun: for each as `answer_pull`."""
         found: list[Reply | PendingReply | None] = []
         (attempt, epoch), parked, latest = pull.stamp, self._parked, self.latest
         for nth in range(pull.count):

@@ -104,7 +104,7 @@ async def differing_attributes(one: Replica, other: Replica, state: Digests) -> 
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Compares two values that cannot travel; raises if they cannot be compared either."""
+    """Returns True if two values that cannot travel differ; raises if they cannot be compared either."""
     if issubclass(type(one), _CODE):
         return False
     if issubclass(type(one), set | frozenset) and issubclass(type(other), set | frozenset):

@@ -195,7 +195,9 @@ class Inbound:
             self._create_task(raise_in_attempt(error))
 
     async def _pull(self, tag: str, producer: int) -> None:
-        """Gets one item, with retries while its producer fails."""
+        """Pulls one item, with retries while its producer fails; raises GraphError if the producer does not
+        offer it.
+        """
         stamp, task, primary, what = self._stamp, self._task, self._primary, f"{tag!r} from task {producer}"
         pull, lost = partial(Pull, stamp, task, primary.term, producer, tag), f"task {task} cannot pull {what}"
         try:
@@ -203,7 +205,7 @@ class Inbound:
         except Refused as refused:
             raise GraphError(
                 f"task {task}, epoch {stamp.epoch}: {self._describe_pull(tag, producer)} pulls {what}, which does not "
-                f"offer it in this epoch; {refused}{self._advise(tag)}"
+                f"offer it in this epoch; {refused}{self._collective_advice(tag)}"
             ) from refused
         self._take(tag, producer, reply)
 
@@ -212,7 +214,7 @@ class Inbound:
         assert self._graph is not None
         return next(repr(p.name) for p in self._graph.processors if producer in p.inbound.get(tag, ()))
 
-    def _advise(self, tag: str) -> str:
+    def _collective_advice(self, tag: str) -> str:
         assert self._graph is not None
         if tag.partition(":")[0] not in self._graph.collectives:
             return ""

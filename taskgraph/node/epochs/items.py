@@ -60,7 +60,9 @@ class Items:
         return reply if refusal is None else refusal
 
     def promise(self, pull: Pull, reply: PendingReply) -> Refusal | None:
-        """Settles `reply` as soon as the item is put, perhaps now. Returns a refusal if it never will be."""
+        """Settles `reply` as soon as the item is put, perhaps now, and returns None; or returns a refusal, if it never
+        will be.
+        """
         channel, awaited = (pull.tag, pull.sender), self._awaited
         if channel in awaited:
             if (waiting := awaited[channel]) is None:

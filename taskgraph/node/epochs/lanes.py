@@ -214,7 +214,7 @@ class Lanes:
                         if stamp.epoch == self.settled:
                             await self._after_commit(stamp)
                         replica.actor.term = self._term
-                        recording = primary.strict.recording(stamp) if strict else None
+                        recording = primary.strict.new_recording(stamp) if strict else None
                         attempt = Attempt(primary, stamp, group=group, recording=recording, turns=turns, traced=traced)
                         primary.attempts.begin(attempt)
                         self._next = following.epoch

@@ -206,13 +206,13 @@ class Recording:
     async def check_state(self, where: str) -> None:
         """Raises StateError if the state has changed since the epoch began."""
         if self.before and (written := changed_names(self.before, await state_of(self.replica))):
-            raise self._error(
+            raise self._state_error(
                 f"{where!r} changed state ({', '.join(written)}) outside a sync point; change state only in a "
                 f"processor without outbound channels or in the `then` of a collective, and hand values there through "
                 f"epoch.scratch"
             )
 
-    def _error(self, text: str) -> StateError:
+    def _state_error(self, text: str) -> StateError:
         return StateError(f"task {self.replica.task}, epoch {self.stamp.epoch}: {text}")
 
     # -- memory that other tasks read -------------------------------------------------------------
@@ -265,7 +265,7 @@ class Recording:
                 await read_values(self.replica, self._find_written_item)
             self._shared_items[:] = [item for item in self._shared_items if item.was_viewed]
         if (item := self._written_item) is not None:
-            raise self._error(
+            raise self._state_error(
                 f"{where!r} wrote to what {item.tag!r} of task {item.producer} brought to {item.processor!r} in epoch "
                 f"{item.epoch}: an array on a device is the memory that was put, and others read it, too; write to a "
                 f"copy of it"
@@ -276,7 +276,7 @@ class Recording:
         for channel, processor in self._filled.items():
             value = self.puts.get(channel)
             if value is not None and value.buffers and not verify(value):
-                raise self._error(
+                raise self._state_error(
                     f"what {processor!r} sent as {channel[0]!r} was written to after that, when {where!r} had run at "
                     f"the latest: the array of outs.empty, and every view of it, is the memory that others read; do "
                     f"not keep it, write to a copy"

@@ -309,7 +309,9 @@ class Replay:
         return future
 
     def _take_reply(self, kind: RequestKind, asked: bytes) -> RecordedReply | None:
-        """Takes the recorded reply to this request; if it differs from all, the first remaining reply of this kind."""
+        """Takes the recorded reply to this request; if it differs from all, the first remaining reply of this kind;
+        None: none remains.
+        """
         replies = self._replies.get(kind, [])
         same = (at for at, reply in enumerate(replies) if reply.asked == asked)
         return replies.pop(next(same, 0)) if replies else None

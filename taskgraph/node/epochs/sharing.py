@@ -28,12 +28,12 @@ class Sharing:
         self.epochs = _MOST
         self._sum = 0  # over all primaries, of the bytes of the largest epoch
 
-    def changed(self, before: int, now: int) -> None:
+    def note_largest(self, before: int, now: int) -> None:
         """Notes that the largest epoch of a primary now has `now` bytes instead of `before`."""
         self._sum += now - before
         self.epochs = max(_LEAST, min(_MOST, AHEAD_BYTES // max(1, self._sum)))
 
-    def share(self, largest: int) -> int:
+    def share_bytes(self, largest: int) -> int:
         """Returns how many bytes the uncommitted epochs of one task may take: an even share, or `epochs` epochs if that
         is more.
 
@@ -77,7 +77,7 @@ class Share:
         self._ahead = ahead
         self._changed = changed
         self.epochs = sharing.epochs
-        self.bytes = sharing.share(0)
+        self.bytes = sharing.share_bytes(0)
         self.epochs_allowed = ahead
         self.largest_bytes = 0
         self.period_bytes = 0
@@ -97,23 +97,23 @@ class Share:
             self._set_largest(recent)
 
     def _set_largest(self, held: int) -> None:
-        self.sharing.changed(self.largest_bytes, held)
+        self.sharing.note_largest(self.largest_bytes, held)
         self.largest_bytes = held
         self.compute()
 
     def adapt(self) -> None:
-        """Adapts to the number of primaries on the node."""
-        if self.sharing.share(self.largest_bytes) != self.bytes:
+        """Computes the share anew, if the number of primaries on the node has changed it."""
+        if self.sharing.share_bytes(self.largest_bytes) != self.bytes:
             self.compute()
 
     def compute(self) -> None:
-        """Computes the share anew."""
+        """Computes `bytes` and `epochs_allowed`, and calls `changed`."""
         self.epochs = self.sharing.epochs
-        self.bytes = self.sharing.share(self.largest_bytes)
+        self.bytes = self.sharing.share_bytes(self.largest_bytes)
         self.epochs_allowed = min(self._ahead, self.bytes // max(1, self.largest_bytes))
         self._changed(self.epochs_allowed)
 
     def end(self) -> None:
-        """Gives the share back."""
-        self.sharing.changed(self.largest_bytes, 0)
+        """Gives this task's share back to the node, since the attempt is over."""
+        self.sharing.note_largest(self.largest_bytes, 0)
         self.largest_bytes = 0

@@ -38,7 +38,7 @@ async def check_stateless(recording: Recording, fresh: Replica) -> None:
 
     await _check_object_unchanged(recording, fresh, "compose", compose())
     if [_graph_of(p) for p in processors.values()] != [_graph_of(p) for p in recording.composed]:
-        raise await _mark_error(recording, fresh, "compose", "declares another graph")
+        raise await _wrong_mark_error(recording, fresh, "compose", "declares another graph")
     waited_for = False
     for step in recording.steps:
         if step.processor is None:
@@ -58,13 +58,13 @@ async def _check_step(
     await _check_object_unchanged(recording, fresh, step.where, work.run(step, processors))
     for (tag, to), digest in work.digests.items():
         if recording.puts[(tag, to)].digest != digest:
-            raise await _mark_error(recording, fresh, step.where, f"puts another {tag!r} to task {to}")
+            raise await _wrong_mark_error(recording, fresh, step.where, f"puts another {tag!r} to task {to}")
     after, recorded = await read_values(fresh, partial(side_effects_of, work)), recording.side_effects[step.where]
     names = set(changed_names(before, after))
     if recorded.alone:  # otherwise what other code handed on is among the recorded changes
         names.update(changed_names(recorded.before, recorded.after))
     if differing := sorted(name for name in names if after.get(name) != recorded.after.get(name)):
-        raise await _mark_error(recording, fresh, step.where, f"leaves another {differing[0]}")
+        raise await _wrong_mark_error(recording, fresh, step.where, f"leaves another {differing[0]}")
 
 
 async def _check_object_unchanged(
@@ -75,7 +75,7 @@ async def _check_object_unchanged(
     try:
         await call
     except UserCodeError as error:
-        raise await _mark_error(recording, fresh, where, f"fails ({error})") from error
+        raise await _wrong_mark_error(recording, fresh, where, f"fails ({error})") from error
     if written := changed_names(before, await attributes_of(fresh)):
         raise StateError(
             f"task {fresh.task}, epoch {recording.stamp.epoch}: {where!r} is marked @tg.stateless, and changed "
@@ -84,7 +84,7 @@ async def _check_object_unchanged(
         )
 
 
-async def _mark_error(recording: Recording, fresh: Replica, where: str, what: str) -> StateError:
+async def _wrong_mark_error(recording: Recording, fresh: Replica, where: str, what: str) -> StateError:
     differing = changed_names(await attributes_of(fresh), await attributes_of(recording.replica))
     names = ", ".join(f"self.{name}" for name in differing[:_NAMES])
     hint = f"; since setup() changed: {names}" if differing else ""

@@ -68,13 +68,13 @@ class StrictMode:
         self._skipped = False
         self._shared_items: list[SharedItem] = []
 
-    def recording(self, stamp: Stamp) -> Recording:
+    def new_recording(self, stamp: Stamp) -> Recording:
         """Makes the recording of an attempt that begins."""
         return Recording(self._replica, stamp, self._shared_items)
 
     @contextlib.asynccontextmanager
     async def _fresh(self) -> AsyncIterator[Replica]:
-        """Makes an object of the task on which only `setup` has run."""
+        """Makes, for a block, an object of the task on which only `setup` has run."""
         fresh = self._replica.twin()
         await fresh.set_up()
         fresh.user_task.primary = True
@@ -130,7 +130,7 @@ class StrictMode:
                 await self._check_result_of_replay(recording, boundary, after, fresh, replayed)
                 return
         here = f" (here: {_join_first(restarted.left)})" if restarted.left else ", or the task is not deterministic"
-        raise _error(
+        raise _state_error(
             recording,
             f"a restart of the epoch comes out differently ({_join_first(restarted.differing)}): the first try left "
             f"something in an attribute{here}; keep what belongs to one try in epoch.scratch, or reset it in restore()",
@@ -161,7 +161,7 @@ class StrictMode:
                 f"snapshot() forgets state, or the task is not deterministic{await _hint(replica, suspects, after)}; "
                 f"add what the task remembers to `state=[...]`, and draw random numbers from epoch.rng"
             )
-        raise _error(
+        raise _state_error(
             recording, f"replayed from its snapshot, the epoch came out differently ({_join_first(differing)}): {why}"
         )
 
@@ -224,7 +224,7 @@ class StrictMode:
                 differing = [f"self.{name}" for name in sorted(cut_off)]
         if not differing:
             return None
-        here = f" (here: {_pairs(pairs)})" if pairs else ""
+        here = f" (here: {_pairs_text(pairs)})" if pairs else ""
         why = encoded or (
             f"every primary restores the state of setup() before epoch 0, which cuts off what setup() made of it: a "
             f"view, an optimizer that has it, another name of the array{here}; make that in restore(), after "
@@ -234,7 +234,7 @@ class StrictMode:
             if f"state {name!r}" in differing:
                 why = f"self.{name} is an attribute of the class, which all its objects share; make it in setup()"
         text = f"without a restore after setup(), the epoch comes out differently ({_join_first(differing)}): {why}"
-        return _error(recording, text)
+        return _state_error(recording, text)
 
     # -- the result -------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class StrictMode:
         )
 
 
-def _error(recording: Recording, text: str) -> StateError:
+def _state_error(recording: Recording, text: str) -> StateError:
     return StateError(f"task {recording.replica.task}, epoch {recording.stamp.epoch}: {text}")
 
 
@@ -277,7 +277,7 @@ def _join_first(names: list[str]) -> str:
     return ", ".join(names[:_NAMES])
 
 
-def _pairs(pairs: list[tuple[str, str]]) -> str:
+def _pairs_text(pairs: list[tuple[str, str]]) -> str:
     return _join_first([f"self.{one} and self.{other}" for one, other in pairs])
 
 
@@ -297,12 +297,15 @@ def _explain_reports(
 
 
 def _find_shared_memory(replica: Replica, after: Digests, replayed: ReplayResult) -> str:
-    """Returns text about two attributes of the state that are one array or object, if one of them differs."""
+    """Returns text about two attributes of the state that are one array or object, if one of them differs; else ""."""
     state = {name: value for name, value in vars(replica.user_task).items() if name in after}
     pairs = shared(state, changed_names(after, replayed.state))
     if not pairs:
         return ""
-    return f"{_pairs(pairs)} are one object, and two once they are restored; give each attribute of state its own copy"
+    return (
+        f"{_pairs_text(pairs)} are one object, and two once they are restored; "
+        f"give each attribute of state its own copy"
+    )
 
 
 async def _hint(replica: Replica, suspects: list[str], state: Digests) -> str:

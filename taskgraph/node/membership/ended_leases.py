@@ -46,7 +46,7 @@ class EndedLeases:
         self._progress_at = 0.0
 
     async def watch(self) -> None:
-        """Asks etcd until cancelled."""
+        """Asks etcd again and again about the leases of nodes that share a task with this one, until cancelled."""
         node, beat_s = self._node, self._node.settings.lease_ttl_s / 5
         while True:
             next_at = min((asked.next_at for asked in self._queries.values()), default=node.coordinator.now() + beat_s)

@@ -101,7 +101,7 @@ def memory_text(deaths: Mapping[str, GoneRecord]) -> str:
 
 
 def culprit_text(deaths: Mapping[str, GoneRecord]) -> str:
-    """Names code that ran in each of several nodes when it died: a takeover computes it again."""
+    """Names code that ran in each of several nodes when it died: a takeover computes it again; "": there is none."""
     common = set.intersection(*(set(record.running) for record in deaths.values())) if len(deaths) > 1 else set()
     if not common:
         return ""

@@ -80,7 +80,7 @@ class Notices:
                 self._node.events.emit("unreachable", why, fields={"unreachable": other})
 
     async def watch(self) -> None:
-        """Emits an event, once, about slow user code, and about nodes that stay unreachable.
+        """Emits an event, once, about slow user code, and about nodes that stay unreachable, until cancelled.
 
         `status` shows both while they last.
         """

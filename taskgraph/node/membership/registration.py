@@ -92,7 +92,7 @@ class Registration:
                 self._check_run()
                 await self._node.short_pause()
             self._node.node_revision = revision
-            self._node.pause(False)
+            self._node.set_paused(False)
             with self._ticking():
                 await keeper.refresh()  # no watch runs yet
                 await keeper.wait_for_revision(revision)
@@ -101,7 +101,7 @@ class Registration:
                     self._node.events.emit("unlike", why)
                 return
             # A member registered after this node had looked: this node takes its key back before it begins anything.
-            self._node.pause(True)
+            self._node.set_paused(True)
             assert self._lease is not None
             await self._lease.close(revoke=True)
             self._node.node_revision = 0
@@ -150,7 +150,7 @@ class Registration:
                     raise self._refused_error(found[other])
 
     async def _renews(self, other: str) -> bool:
-        """True if at least half of a node's TTL is left."""
+        """Returns True if at least half of another node's TTL is left, as if the node renews its lease."""
         node = self._node
         known = node.keeper.view.nodes.get(other)
         if known is None:
@@ -252,7 +252,7 @@ class Registration:
             assert lease is not None
             lease.tick()
             if not self._node.paused and (why := self._why_unproved(lease)):
-                self._node.pause(True)
+                self._node.set_paused(True)
                 self._paused_for = why
                 self._suspicion.lease_unproved()
                 self._node.events.emit("paused", f"{why}: serving stops, work is kept")
@@ -337,7 +337,7 @@ class Registration:
                 await node.keeper.wait_for_revision(result.revision)
             if self._is_unrenewed(lease):
                 return
-            self._node.pause(False)
+            self._node.set_paused(False)
             self._why_paused = ""
             self._suspicion.lease_proved()
             node.events.emit("resumed", "the lease is proved, and the key in etcd is there")

@@ -74,7 +74,9 @@ class Backups:
 
     @property
     def blocked(self) -> str:
-        """Names what the earliest pending boundary waits for, for `status`. Boundaries not offered yet do not count."""
+        """What the earliest pending boundary waits for, for `status`; "": nothing. Boundaries not offered yet do not
+        count.
+        """
         waits = self._blocked.keys() - self.unsent.boundaries.keys()
         return self._blocked[min(waits)]() if waits else ""
 
@@ -287,7 +289,7 @@ class Backups:
         return {n: by for n, by in found.items() if by > now and self._insync.place(n) is not Place.MEMBER}
 
     @property
-    def in_sync(self) -> int:
+    def in_sync_count(self) -> int:
         """The number of members, the primary included."""
         return 1 + len(self._insync.members())
 
@@ -431,7 +433,7 @@ class Backups:
                     peer.idle = False
 
     def _next_to_offer(self, peer: PeerReplica) -> Key | None:
-        """Returns the first boundary that the node has not acknowledged and is not receiving."""
+        """Returns the first boundary that the node has not acknowledged and is not receiving; None: there is none."""
         offered, gathered = peer.offered, self.unsent.boundaries
         missing = self._insync.missing(peer.node)
         return next((key for key in missing if key not in offered and key not in gathered), None)
@@ -504,7 +506,7 @@ class Backups:
                 return
 
     async def _admit(self, node: str, backoff: Backoff) -> None:
-        """Writes the candidate into the in-sync set."""
+        """Writes a candidate into the in-sync set, if it still may be admitted."""
         await self._node.wait_while_paused()
         view = self._node.keeper.view
         if not self._may_admit(node):
@@ -575,7 +577,7 @@ class Backups:
         backoff.reset()
         self._node.events.emit(
             kind,
-            f"task {self._task}: {what} (in sync: {self.in_sync})",
+            f"task {self._task}: {what} (in sync: {self.in_sync_count})",
             task=self._task,
             term=self._term,
             epoch=self._committed_epoch,

@@ -108,7 +108,7 @@ class CheckpointWriter:
         else:
             self._failing = False
             self._written[stamp] = WrittenFile(stamp, self._task, info.size, info.digest)
-        unreported = self._unreported_files(self._leader)
+        unreported = self._unreported_files(self._leader_revision)
         reported = sorted(self._written.keys() - set(unreported))
         kept = {*select_sparse(unreported, _MAX_UNREPORTED), *reported[-_MAX_REPORTED:]}
         self._written = {at: written for at, written in self._written.items() if at in kept}
@@ -122,12 +122,14 @@ class CheckpointWriter:
         keeper = self._node.keeper
         while True:
             await self._node.wait_while_paused()
-            view, leader = keeper.view, self._leader
+            view, leader = keeper.view, self._leader_revision
             self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
             self._reported = {(stamp, of) for stamp, of in self._reported if stamp in self._written and of == leader}
             unreported = self._unreported_files(leader)
             if not unreported or not leader:
-                await keeper.wait_until(lambda _: bool(self._leader and self._unreported_files(self._leader)))
+                await keeper.wait_until(
+                    lambda _: bool(self._leader_revision and self._unreported_files(self._leader_revision))
+                )
             elif await self._send_to_leader(WrittenFiles(tuple(self._written[stamp] for stamp in unreported))):
                 self._reported.update((stamp, leader) for stamp in unreported)
 
@@ -142,7 +144,7 @@ class CheckpointWriter:
         return True
 
     @property
-    def _leader(self) -> int:
+    def _leader_revision(self) -> int:
         """The revision of the leader's takeover; 0: no leader."""
         leader = self._node.keeper.view.primaries.get(0)
         return leader.mod_revision if leader is not None else 0

@@ -67,7 +67,7 @@ class Checkpointer:
         return Accepted(self._primary.term)
 
     async def run(self) -> None:
-        """Completes checkpoints until cancelled."""
+        """Completes checkpoints whose files are all written, and gives others up, until cancelled."""
         stop = self._node.keeper.on_change(self._wake.set)
         try:
             await self._node.keeper.wait_for_revision(self._primary.revision)
@@ -159,14 +159,14 @@ class Checkpointer:
             return  # like failed ones
         node.events.emit(
             "no checkpoint",
-            f"no checkpoint is complete {self._since}: {due} were due, and {leaders} times in a row task 0, which "
+            f"no checkpoint is complete {self._since_text}: {due} were due, and {leaders} times in a row task 0, which "
             f"leads, got another primary before one was: nodes end, or hand tasks over, sooner than "
             f"{node.checkpoints.store} takes the files of one",
             epoch=at.epoch,
         )
 
     @property
-    def _since(self) -> str:
+    def _since_text(self) -> str:
         pointer = self._node.keeper.view.checkpoint
         return f"since that of epoch {pointer.record.epoch}" if pointer is not None else "yet"
 
@@ -191,7 +191,7 @@ class Checkpointer:
             return  # the second, fourth, eighth, ... is emitted: it may go on for hours
         self._node.events.emit(
             "no checkpoint",
-            f"no checkpoint is complete {self._since}: {count} in a row failed, the last of them, of epoch "
+            f"no checkpoint is complete {self._since_text}: {count} in a row failed, the last of them, of epoch "
             f"{stamp.epoch}, because the file of task {task} is missing",
             epoch=stamp.epoch,
         )

@@ -189,7 +189,7 @@ class LeaderRole:
             self._begin()
         epoch, log, at = stamp.epoch - 1, self._primary.replica.log, self._leader.stamp
         if epoch < self._committed:
-            return log.of(epoch)
+            return log.rows_of(epoch)
         if at is None or at.attempt != stamp.attempt:
             return None
         if epoch >= at.epoch:
@@ -198,7 +198,7 @@ class LeaderRole:
         if at != stamp or len(numbers) < self._node.job.all_tasks:
             return None
         log.add(epoch, numbers)
-        return log.of(epoch)
+        return log.rows_of(epoch)
 
     # -- the role ---------------------------------------------------------------------------------
 
@@ -392,7 +392,9 @@ class LeaderRole:
         )
 
     def _emit_committed(self, attempt: int, committed: Mapping[int, Rows], view: JobView) -> None:
-        """Emits the commit events, with the numbers that tasks reported."""
+        """Emits an event for each committed epoch, with the numbers that tasks reported; before a run's first, that the
+        job began.
+        """
         node, base = self._node, view.epoch.record.base if view.epoch is not None else 0
         if base in committed:
             holders = {name_of(p.record.node) for p in view.primaries.values()}

@@ -443,11 +443,15 @@ class Primary:
                 await self.node.short_pause()
 
     def _successor_if_draining(self) -> str | None:
-        """Returns the successor of a draining node. A finished job moves for no other reason: `result()` runs again."""
+        """Returns the successor of a draining node; None: no successor. A finished job moves for no other reason:
+        `result()` runs again.
+        """
         return self._wished_successor() if self.node.draining else None
 
     def _wished_successor(self) -> str | None:
-        """Returns the other node that placement wishes for as primary, if it can take over now."""
+        """Returns the other node that placement wishes for as primary; None: there is none, or it cannot take
+        over now.
+        """
         wish, view = self.node.wish(self.task), self.node.keeper.view
         successor = wish.primary if wish is not None else None
         if successor is None or successor == self.node.id:
@@ -528,7 +532,7 @@ class Primary:
 
     @property
     def waiting_for(self) -> str:
-        """Names what the primary waits for outside user code, for `status`."""
+        """What the primary waits for outside user code, for `status`; "": nothing."""
         lacking = self._lanes.lacking if self._lanes is not None else ""
         memory = next(iter(self._memory_waits.values()), "")
         # It may lack what itself would report, were it done.

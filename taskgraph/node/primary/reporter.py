@@ -141,7 +141,7 @@ class Reporter:
         node, reply = self._node, None
         leader, since = node.keeper.view.primaries.get(0), node.tracing.on and clock()
         if leader is not None and not node.paused:
-            reply = node.router.begin(0, _message(gathered), quiet=True)
+            reply = node.router.begin(0, _report_message(gathered), quiet=True)
         if leader is None or reply is None:
             for sent in gathered:
                 sent.leader = 0
@@ -181,7 +181,7 @@ class Reporter:
                 continue
             await self._node.wait_while_paused()
             since = self._node.tracing.on and clock()
-            same = partial(_message, unsent)
+            same = partial(_report_message, unsent)
             await self._node.router.to_primary(0, same, timeout_s=self._node.settings.call_s)
             for sent in unsent:
                 sent.leader = revision
@@ -231,7 +231,7 @@ class _Batch:
     open: int
 
 
-def _message(sent: Sequence[_SentReport]) -> Report | Reports:
+def _report_message(sent: Sequence[_SentReport]) -> Report | Reports:
     return sent[0].report if len(sent) == 1 else Reports(tuple([one.report for one in sent]))
 
 

@@ -138,9 +138,9 @@ class SharedPart:
         if found is None:
             raise Refused(Reason.STALE, f"task {self._task} has no such boundary at {stamp}")
         value = await self._replica.shared_in(found)
-        digests = await self._replica.in_thread_if_large(partial(_digests, value), value.size_bytes)
+        digests = await self._replica.in_thread_if_large(partial(_attribute_digests, value), value.size_bytes)
         return SharedDigests(self._term, digests)
 
 
-def _digests(value: Encoded) -> tuple[tuple[str, bytes], ...]:
+def _attribute_digests(value: Encoded) -> tuple[tuple[str, bytes], ...]:
     return tuple((name, encode(each, ordered=True).digest) for name, each in sorted(decode(value).items()))

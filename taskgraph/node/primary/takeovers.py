@@ -84,7 +84,7 @@ class TakeOvers:
         return (*unseated, *(why for _, why in sorted(self._orphans.items())), *reading)
 
     def consider(self, task: int) -> None:
-        """Begins a takeover of a task if this node may take over now."""
+        """Begins a takeover of a task if this node may take over now; otherwise emits why the task has no primary."""
         # Once the results are collected all nodes leave, and their tasks need no primary.
         if self.is_busy(task) or self._node.paused or self._node.keeper.view.collected:
             self._clear_orphan(task)
@@ -351,7 +351,7 @@ class TakeOvers:
         await self._node.keeper.refresh()
         await self._node.short_pause()
 
-    def _advice(self) -> str:
+    def _backups_advice(self) -> str:
         backups, url = self._node.job.backups, self._node.spec.checkpoint
         there = "its first checkpoint is not complete yet" if url else "checkpoint='file:///...'"
         return f"run with more backups (backups={backups} now), or with checkpoints ({there}), to survive this"
@@ -373,9 +373,9 @@ class TakeOvers:
         if memory_text(deaths) and not why:
             reason += f": {how}"
         elif culprit_text(deaths) and not why:  # more backups would not help against such code
-            reason += f": {how}. Where it is not to blame, {self._advice()}"
+            reason += f": {how}. Where it is not to blame, {self._backups_advice()}"
         else:
-            reason += f"; {why or self._advice()}" + f"\n{how}" * bool(how)
+            reason += f"; {why or self._backups_advice()}" + f"\n{how}" * bool(how)
         writer = self._node.writer()
         status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
         try:

@@ -463,7 +463,9 @@ def in_user_code(innermost: FrameType) -> bool:
 
 
 def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
-    """Returns (task, name of the call, stack as text) of the user code that a thread runs, by its stack."""
+    """Returns (task, name of the call, stack as text) of the user code that a thread runs, by its stack; None: it runs
+    none.
+    """
     stack = [frame for frame, _ in traceback.walk_stack(innermost)]
     for depth, frame in enumerate(stack):
         if frame.f_code in _CALLS:

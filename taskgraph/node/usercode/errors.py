@@ -52,7 +52,7 @@ def would_block_error() -> JobError:
 
 
 def cuda_error(error: BaseException | None) -> BaseException | None:
-    """Returns the CUDA device error among an error and its causes, if any."""
+    """Returns the CUDA device error among an error and its causes; None: there is none."""
     return device_error(error.error if isinstance(error, UserCodeError) else error)
 
 
@@ -66,7 +66,7 @@ def definition_text(function: Callable[..., Any]) -> str:
 
 
 def _user_traceback(error: BaseException) -> str:
-    """Formats the traceback from its first frame in user code on."""
+    """Formats an error's traceback, from its first frame in user code on."""
     try:
         summary = traceback.TracebackException.from_exception(error)
         _remove_framework_frames(summary)

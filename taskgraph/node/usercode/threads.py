@@ -46,7 +46,7 @@ class Threads(Protocol):
     """The context in which the node was made, after the driver was imported."""
 
     def clock(self) -> float:
-        """Returns seconds by the clock of functions in these threads."""
+        """Returns the time in seconds, by the clock that measures how long functions in these threads run."""
 
     def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
         """Starts `function` in a thread.
@@ -169,7 +169,7 @@ class PooledThreads:
         return work
 
     def _make_thread_for(self, work: _Work[Any]) -> bool:
-        """Makes another thread for this work, if possible."""
+        """Makes another thread for this work. Returns False if the system allows none."""
         try:
             _Thread(self._serve, f"{self._name}_{self._threads}", work)
         except (OSError, RuntimeError) as error:  # no thread can be made now

@@ -51,9 +51,9 @@ def test_numbers_are_exact() -> None:
     nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]
     log.add(3, {0: {"tiny": 5e-324, "a": 0.1 + 0.2, "inf": -math.inf, "zero": -0.0}, 7: {"\n'\u2028": nan}})
     for _ in range(2):
-        assert list(unpack(log).of(3)[0].items()) == list(log.of(3)[0].items())
-        assert math.copysign(1.0, unpack(log).of(3)[0]["zero"]) == -1.0
-        assert struct.pack("<d", unpack(log).of(3)[7]["\n'\u2028"]) == struct.pack("<d", nan)
+        assert list(unpack(log).rows_of(3)[0].items()) == list(log.rows_of(3)[0].items())
+        assert math.copysign(1.0, unpack(log).rows_of(3)[0]["zero"]) == -1.0
+        assert struct.pack("<d", unpack(log).rows_of(3)[7]["\n'\u2028"]) == struct.pack("<d", nan)
         log.add(4, rows_of(4))
 
 
@@ -64,7 +64,7 @@ def test_names_may_change_between_epochs() -> None:
         log.add(epoch, rows)
         expected[epoch] = rows
     assert dict(unpack(log).rows()) == expected == dict(log.rows())
-    assert [log.of(epoch) for epoch in range(400)] == [expected.get(epoch, {}) for epoch in range(400)]
+    assert [log.rows_of(epoch) for epoch in range(400)] == [expected.get(epoch, {}) for epoch in range(400)]
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 35, 36, 37, 38, 100, 128, 199, 200, 1000])

@@ -72,11 +72,11 @@ def test_paused_leader_removes_no_files(gated: type[Gated], tmp_path: Path, monk
         checkpointer = Checkpointer(node, node.roles.primaries[0])
         checkpointer.note_files(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))
         monkeypatch.setattr(Store, "discard", lambda self, name, still: removed.append(name))
-        node.pause(True)
+        node.set_paused(True)
         giving_up = asyncio.ensure_future(checkpointer._give_up())
         await asyncio.sleep(0)
         assert not giving_up.done() and not removed
-        node.pause(False)
+        node.set_paused(False)
         await giving_up
 
     gated.at = 2
