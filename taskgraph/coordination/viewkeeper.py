@@ -161,7 +161,7 @@ class ViewKeeper:
             self._notify_timer = None
 
     async def run_with_listings(self, *prefixes: str) -> None:
-        """Watches these prefixes only, in place of `run`. After a change there it lists the whole job again.
+        """Watches these prefixes only, in place of `run`. After a change under one of them, lists the whole job again.
 
         All other keys, `epoch` too, are as old as the last listing.
         """

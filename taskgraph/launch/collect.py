@@ -16,7 +16,7 @@ from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
 from taskgraph.results import SET_ASIDE, VALUE, EpochReport, Failed, JobResult, json_pieces, user_codec_of
 
-__all__ = ["assemble", "copies", "damaged_tasks", "is_complete", "mib", "size_bytes"]
+__all__ = ["assemble", "damaged_tasks", "is_complete", "make_copies", "mib", "size_bytes"]
 
 _HOST_BYTES = 64 << 20
 _ETCD_BYTES = 1 << 20
@@ -98,7 +98,7 @@ def mib(size: int) -> str:
     return f"{size / (1 << 20):.1f} MiB"
 
 
-def copies(result: JobResult, size: int) -> tuple[KeptJob, KeptJob]:
+def make_copies(result: JobResult, size: int) -> tuple[KeptJob, KeptJob]:
     """Makes the copies of a result for this host and for etcd; never raises.
 
     A copy without reports says in `not_kept` why; one without values, too.

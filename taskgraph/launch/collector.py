@@ -22,7 +22,7 @@ from msgspec import structs
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
-from taskgraph.launch.collect import assemble, copies, damaged_tasks, is_complete, size_bytes
+from taskgraph.launch.collect import assemble, damaged_tasks, is_complete, make_copies, size_bytes
 from taskgraph.launch.follow import Follower, client_of, if_etcd_answers
 from taskgraph.launch.kept import KeptJob, collected_record, lost_text
 from taskgraph.launch.runtime import Runtime
@@ -197,7 +197,7 @@ class Collector(Follower):
 
         If etcd does not take it, the nodes leave after `results_kept_s`.
         """
-        here, in_etcd = await _in_thread(lambda: copies(result, size_bytes(found)))
+        here, in_etcd = await _in_thread(lambda: make_copies(result, size_bytes(found)))
         returned = ": the run has returned them"
         self.kept = _with_place(here, returned)
         await self._mark_collected(_with_place(in_etcd, returned))
@@ -207,7 +207,7 @@ class Collector(Follower):
 
         If not all of it can be kept, the nodes stay, and `only_on_nodes` says why.
         """
-        here, in_etcd = await _in_thread(lambda: copies(result, size_bytes(found)))
+        here, in_etcd = await _in_thread(lambda: make_copies(result, size_bytes(found)))
         if here.not_kept:
             self.only_on_nodes = here.not_kept
             return

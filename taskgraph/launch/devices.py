@@ -14,7 +14,7 @@ from pathlib import Path
 
 from taskgraph.device.visible import VISIBLE, visible
 
-__all__ = ["deal", "host_devices", "sharing"]
+__all__ = ["count_sharing", "deal", "host_devices"]
 
 _FILE = re.compile(r"nvidia\d+")
 
@@ -50,7 +50,7 @@ def deal(devices: Sequence[str], first: int, nodes: int) -> list[str | None]:
     return [",".join(order[i % len(order) :: nodes]) for i in range(nodes)]
 
 
-def sharing(dealt: Sequence[str | None]) -> list[int]:
+def count_sharing(dealt: Sequence[str | None]) -> list[int]:
     """Counts for each node the nodes that compute on its device, which is the first that it has."""
     firsts = [own if own is None else own.partition(",")[0] for own in dealt]
     count = Counter(firsts)

@@ -19,7 +19,7 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.network.tls import Tls
 from taskgraph.system.files import remove_file, whole_file
 
-__all__ = ["JobEntry", "locked", "own_entries", "read_entry", "remove_entry", "write_entry"]
+__all__ = ["JobEntry", "lock_file", "own_entries", "read_entry", "remove_entry", "write_entry"]
 
 _AGAIN_S = 0.02
 
@@ -140,7 +140,7 @@ def _is_locked(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait_s: float = 0.0) -> Iterator[bool]:
+def lock_file(path: Path, wait_s: float = 0.0) -> Iterator[bool]:
     """Locks a file for the block, which gets False if another process had it locked for `wait_s`.
 
     The file stays: a lock on a file that was removed would keep no other process out.

@@ -336,7 +336,7 @@ class Follower:
 
 
 async def follow_events(coordinator: Coordinator, job: str, *, after: int = 0) -> AsyncIterator[Event]:
-    """Yields the events in etcd, and those to come. If the watch's history was compacted, it lists them again.
+    """Yields the events in etcd, and those to come. If the watch's history was compacted, lists the events again.
 
     Args:
         after: only events written after this revision. Their times say nothing: clocks of hosts differ.

@@ -53,7 +53,7 @@ class NodeProcess:
 
 
 class ForkServer:
-    """An async context that starts nodes. They go on when it ends.
+    """An async context that starts nodes, which go on after its end.
 
     Args:
         folder: for its own output, until it ends.

@@ -26,7 +26,7 @@ from typing import Any
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError, Unavailable
-from taskgraph.launch.devices import deal, host_devices, sharing
+from taskgraph.launch.devices import count_sharing, deal, host_devices
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import StalledLoop, is_stopped, stall_text
@@ -145,7 +145,7 @@ class LocalNodes:
             self._sockets = self._runtime.sockets(self._entry.name)
         devices = deal(host_devices() if self._deal_devices else (), first - 1, count)
         async with self._forkserver() as server:
-            for number, own, among in zip(itertools.count(first), devices, sharing(devices)):
+            for number, own, among in zip(itertools.count(first), devices, count_sharing(devices)):
                 await self._start(server, f"n{number}", own, among)
 
     def _forkserver(self) -> contextlib.AbstractAsyncContextManager[ForkServer]:

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from taskgraph.errors import DecodeError, JobError, TaskGraphError
-from taskgraph.launch.entries import JobEntry, locked, own_entries, read_entry, remove_entry, write_entry
+from taskgraph.launch.entries import JobEntry, lock_file, own_entries, read_entry, remove_entry, write_entry
 from taskgraph.launch.kept import KeptJob
 from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.system.files import LockedFolder, may_hold_sockets, write_whole
@@ -110,7 +110,7 @@ class Runtime:
 
     def _locked(self, lock: str, wait_s: float = 0.0) -> AbstractContextManager[bool]:
         """Locks a file among `locks` for a block, which gets False if another process has it locked for `wait_s`."""
-        return locked(self._make_folder(self.root / "locks") / lock, wait_s)
+        return lock_file(self._make_folder(self.root / "locks") / lock, wait_s)
 
     # -- jobs that run ------------------------------------------------------------------------------------------
 

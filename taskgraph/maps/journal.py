@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.errors import JobError, JobRunning, TaskGraphError
-from taskgraph.launch.entries import locked
+from taskgraph.launch.entries import lock_file
 from taskgraph.maps.records import AtWork, Record, RecordReader, write_pieces
 from taskgraph.system.files import write_whole
 
@@ -84,7 +84,7 @@ class Journal:
         """
         try:
             _make_private(self._root)
-            lock = self._stack.enter_context(locked(self._root / f"{self.name}.lock"))
+            lock = self._stack.enter_context(lock_file(self._root / f"{self.name}.lock"))
         except OSError as error:
             why = f"{self._root} cannot be written ({error.strerror})"
             raise TaskGraphError(f"{why}: set TASKGRAPH_RUNTIME_DIR to a directory of your own") from error
@@ -166,6 +166,6 @@ class Journal:
         """Keeps the newest folders that were left, and those of maps that run."""
         folders = sorted((path for path in self._root.iterdir() if path.is_dir()), key=lambda p: -p.stat().st_mtime)
         for folder in folders[_KEPT:]:
-            with locked(self._root / f"{folder.name}.lock") as ours:
+            with lock_file(self._root / f"{folder.name}.lock") as ours:
                 if ours:
                     shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ from taskgraph.device.visible import device_ids
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError
 from taskgraph.node.core import CoreArguments, NodeCore, ended_itself_text
-from taskgraph.node.membership.arithmetic import arithmetic
+from taskgraph.node.membership.arithmetic import describe_arithmetic
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.usercode import lastwords
@@ -58,7 +58,7 @@ class DrainingState(Protocol):
         """Asks the node to leave. Asking again changes nothing."""
 
     def announce(self) -> None:
-        """Says to the other nodes that it leaves. Called once it is registered."""
+        """Tells the other nodes, by etcd, that this node leaves. Called once the node is registered."""
 
     @property
     def over(self) -> bool:
@@ -99,11 +99,12 @@ class NodeLife(NodeCore):
 
     @property
     def latest(self) -> int:
-        """The latest epoch that something here has begun, or the one at work; -1: none."""
+        """The latest epoch that a task or worker on this node has begun, or the one at work; -1: none."""
         return self.epoch
 
     def in_sync(self) -> bool | None:
-        """Returns True if what is wanted here is in sync, and all of it is as safe as possible.
+        """Returns True if this node has all that it should have, in sync, so that nothing is less safe than possible
+        because of it.
 
         None: that is not known yet; the view's listeners are called again once it is.
         """
@@ -118,7 +119,7 @@ class NodeLife(NodeCore):
         return []
 
     def stop_new_work(self) -> None:
-        """Stops what begins new work, before everything here is ended."""
+        """Stops the parts that begin new work; called before all work on this node is ended."""
 
     async def end_parts(self) -> None:
         """Ends the parts that are left; called once all asyncio tasks here have ended."""
@@ -225,7 +226,7 @@ class NodeLife(NodeCore):
             devices=self.devices,
             device_ids=device_ids(self.devices),
             token_mark=self._token_mark,
-            arithmetic=arithmetic(),
+            arithmetic=describe_arithmetic(),
             machine=self.machine,
         )
 

@@ -177,9 +177,9 @@ class Replica:
         """Calls the task builder, once."""
         async with self._building:
             if not self._built:
-                context = self.actor.contexts.fresh()
+                context = self.actor.contexts.new_context()
                 task = await self.actor.call("task builder", self._build, context=context)
-                self.actor.contexts.keep(context)
+                self.actor.contexts.set_task_context(context)
                 self.shape, self.user_task = shape_of(type(task)), task
                 self._built = True
 
@@ -224,9 +224,9 @@ class Replica:
         """Builds the user's object and calls `setup()`; then the replica is ready."""
         await self.build()
         if "setup" in self.shape.overrides:
-            context = self.actor.contexts.fresh()
+            context = self.actor.contexts.new_context()
             await self.actor.call("setup", self.user_task.setup, after=self._check_attributes, context=context)
-            self.actor.contexts.keep(context)
+            self.actor.contexts.set_task_context(context)
         self.ready = True
 
     def _check_attributes(self) -> None:

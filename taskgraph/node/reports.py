@@ -35,7 +35,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.graph.values import decode, encode, value_end
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["PlainRows", "ReportLog", "Rows", "add_reports", "plain", "reports_in"]
+__all__ = ["PlainRows", "ReportLog", "Rows", "add_reports", "reports_in", "to_plain"]
 
 _BLOCK_BYTES: Final = 1 << 20
 """A block of this size is full. With 3,000 numbers an epoch names take 2 % of it; copying it takes 0.1 ms."""
@@ -238,7 +238,7 @@ class ReportLog:
         for block in chain(map(_Block.unpack, self._full_blocks), [self._open_block]):
             yield from block.rows()
         if self._rows:
-            yield self._newest, plain(self._rows)
+            yield self._newest, to_plain(self._rows)
 
     def cut(self, epoch: int) -> None:
         """Removes the rows from `epoch` on: those epochs were undone."""
@@ -317,7 +317,7 @@ def _row(names: _Names, numbers: array[float], at: int) -> PlainRows:
     return rows
 
 
-def plain(rows: Rows) -> PlainRows:
+def to_plain(rows: Rows) -> PlainRows:
     """Copies the rows of an epoch into plain dicts."""
     return {task: dict(numbers.items()) for task, numbers in rows.items()}
 

@@ -66,7 +66,8 @@ class Roles:
         self.reconsider()
 
     def adapt_shares(self) -> None:
-        """Shares the memory for uncommitted epochs, and the searches for garbage, among the primaries here.
+        """Adapts the memory that each primary may use for uncommitted epochs, and how rarely garbage is searched for,
+        to the number of primaries.
 
         The reconciler calls this once for many changes: each of thousands of tasks that begin would go through all
         others.

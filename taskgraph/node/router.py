@@ -98,8 +98,8 @@ class Router:
                         reply.cancel()
 
     def peer(self, node: str) -> Peer | None:
-        """Returns the address of a node; without its key in etcd, its last address; None: it has none that `keep_only`
-        has kept.
+        """Returns the address of a node: without its key in etcd, its last address. None: it is unknown, or `keep_only`
+        dropped it.
         """
         registered, known = self._keeper.view.nodes.get(node), self._addresses.get(node)
         if registered is not None and (known is None or known[0] is not registered.record):

@@ -92,8 +92,8 @@ class NodeServices(NodeLife):
             await self.fail_early(error, task)
 
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:
-        """Fails the job for user code that failed before there was a primary, fenced by this node's own key; False as
-        `fail_job`.
+        """Fails the job for user code that failed before there was a primary, fenced by this node's own key. Returns
+        False as `fail_job` does.
         """
         view = self.keeper.view
         epoch = view.stamp.epoch if view.stamp and view.running else None  # after the last epoch

@@ -239,7 +239,7 @@ class Serving:
                 return await self._waits_of_primary(message)
             case FetchShared():
                 primary = await self._primary_at(message.task, message.stamp)
-                return await primary.shared.give(message.stamp)
+                return await primary.shared.answer_fetch(message.stamp)
             case DescribeShared():
                 primary = await self._primary_at(message.task, message.stamp)
                 return await primary.shared.describe(message.stamp, before=message.before)

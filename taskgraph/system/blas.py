@@ -37,7 +37,9 @@ def openblas_here() -> list[OpenBlas]:
 
 
 def _loaded_paths() -> Iterator[str]:
-    """Yields the paths of loaded libraries of that name; on systems without /proc those of numpy's wheel."""
+    """Yields the paths of the OpenBLAS libraries that are loaded; on systems without /proc, of those in numpy's
+    wheel.
+    """
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
         paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line}

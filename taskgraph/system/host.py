@@ -184,7 +184,9 @@ def command(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields from the state on: the name before it may have blanks, and bytes that are no text."""
+    """Returns the fields of a process's /proc/PID/stat, from the state on; []: no such process, or no /proc. The name
+    before the state may have blanks, and bytes that are no text.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:

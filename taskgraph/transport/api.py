@@ -165,7 +165,7 @@ class Transport(Protocol):
         """
 
     def call_now(self, peer: Peer, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
-        """Makes a call without a task. Returns None if there is no open session.
+        """Begins a call without an asyncio task, and returns its future; None: there is no open session.
 
         The future ends as `call` does. To cancel it cancels the call. It is cancelled when the transport closes.
 

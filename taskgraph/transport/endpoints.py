@@ -80,7 +80,8 @@ def can_dial(endpoint: str) -> bool:
 
 
 def listen_unix(folder: Path, name: str) -> tuple[socket.socket, Path]:
-    """Listens on a unix socket in `folder`, which is created if it is missing and must be private.
+    """Listens on a unix socket in `folder`, which is created if it is missing and must be private; returns the socket
+    and its path.
 
     Raises:
         TransportError: the path is too long, or other users may enter the folder.

@@ -80,7 +80,7 @@ class Owner(Protocol):
         """Copies the bulk of a value to the host, except for the buffers that `but` selects."""
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread, where it may wait for a device."""
+        """Runs `work` in a thread, where it may wait for a device, and returns its result."""
 
     def in_thread_soon(self, work: Callable[[], None]) -> None:
         """Starts `work` in a thread. Does nothing if the transport has ended."""

@@ -24,7 +24,7 @@ from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.finishing import FinishedEpoch, FinishQueue
 from taskgraph.node.epochs.sharing import EPOCH_BYTES, Share
 from taskgraph.node.epochs.turns import Turns
-from taskgraph.node.reports import plain
+from taskgraph.node.reports import to_plain
 from taskgraph.node.snapshots import Snapshot, shared_digest
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_user_error, cuda_error
 from taskgraph.observe.trace import clock
@@ -343,7 +343,7 @@ class Lanes:
         if self._state_stays and self._last_snapshot is not None and not rows and not numbers:
             snapshot = self._last_snapshot  # members have it already: nothing is encoded
         else:
-            log = {stamp.epoch - 1: plain(rows)} if rows else {}
+            log = {stamp.epoch - 1: to_plain(rows)} if rows else {}
             snapshot = await replica.snapshot(dict(numbers.items()), log, stays=True)
             self._state_bytes = snapshot.size_bytes
             self._leaves_device = snapshot.on_device
@@ -405,7 +405,7 @@ class Lanes:
                 leader = self._node.leader
                 rows = await leader.rows_before(attempt.stamp, finished.previous) if leader is not None else {}
                 if rows:
-                    value = await replica.with_reports(snapshot.value, {attempt.number - 1: plain(rows)})
+                    value = await replica.with_reports(snapshot.value, {attempt.number - 1: to_plain(rows)})
                     snapshot = replace(snapshot, value=value)
                     attempt.snapshot_bytes = snapshot.size_bytes
                     epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + snapshot.size_bytes

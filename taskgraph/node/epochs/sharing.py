@@ -44,7 +44,7 @@ class Sharing:
 
 
 class Share:
-    """One task's share in one attempt: how many epochs it may be ahead of the last commit.
+    """One task's share in one attempt: how many epochs the task may be ahead of the last commit.
 
     Args:
         ahead: the limit in epochs.

@@ -24,7 +24,7 @@ import numpy as np
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.system.environment import THREADS
 
-__all__ = ["arithmetic", "why_unlike"]
+__all__ = ["describe_arithmetic", "why_unlike"]
 
 _LAST_BITS = "the last bits of their results may differ"
 _EFFECTS = (
@@ -39,8 +39,10 @@ _EFFECTS = (
 """The consequences of a difference, in the order of `arithmetic`."""
 
 
-def arithmetic() -> tuple[str, ...]:
-    """Describes Python, numpy, processor, threads, hash seed, time zone and encoding of this process, for people."""
+def describe_arithmetic() -> tuple[str, ...]:
+    """Returns descriptions, for people, of Python, numpy, processor, threads, hash seed, time zone and encoding of this
+    process.
+    """
     features = np.show_config(mode="dicts")["SIMD Extensions"]
     found = [*features.get("baseline", ()), *features.get("found", ())]
     processor = f"{platform.machine()} ({' '.join(found)})" if found else platform.machine()

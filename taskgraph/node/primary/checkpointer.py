@@ -260,7 +260,9 @@ class Checkpointer:
         return True
 
     async def _finds_all_files(self, manifest: Manifest) -> bool:
-        """True if this node finds all files of the manifest: if each host has a disk of its own, it does not."""
+        """Returns True if this node finds all files of the manifest; False, with an event, if it does not, as when each
+        host has a disk of its own.
+        """
         node, store, epoch = self._node, self._node.checkpoints.store, manifest.parsed.epoch
         failed = f"{node.name} does not see all of its files"
         find_damaged: list[tuple[FileInfo, str]] = []

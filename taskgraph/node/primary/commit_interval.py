@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
     from taskgraph.protocol.records import NodeRecord
 
-__all__ = ["CommitInterval", "adapted"]
+__all__ = ["CommitInterval", "adapted_interval_s"]
 
 _NODES_PER_CORE = 2
 _MOST = 5
 
 
-def adapted(gather_s: float, nodes: int, cores: int) -> float:
+def adapted_interval_s(gather_s: float, nodes: int, cores: int) -> float:
     """Returns `gather_s`, or up to five times as much if more than two nodes share a core."""
     return gather_s * min(_MOST, max(1.0, nodes / (_NODES_PER_CORE * cores)))
 
@@ -57,8 +57,10 @@ class CommitInterval:
                 leader = view.nodes.get(view.primary_node(0) or "")
                 at: NodeCore | NodeRecord = leader.record if leader is not None else node
                 live, set_s = view.live_nodes(node.spec.run).values(), node.settings.gather_s
-                self._seconds = adapted(set_s, sum(1 for known in live if known.host == at.host), allowed_cores())
+                self._seconds = adapted_interval_s(
+                    set_s, sum(1 for known in live if known.host == at.host), allowed_cores()
+                )
                 if at.machine:
                     beside = sum(1 for known in live if known.machine == at.machine)
-                    self._seconds = max(self._seconds, adapted(set_s, beside, all_cores()))
+                    self._seconds = max(self._seconds, adapted_interval_s(set_s, beside, all_cores()))
         return self._seconds

@@ -337,7 +337,9 @@ class Primary:
             moving.cancel()
 
     def _check_work(self, work: asyncio.Task[None]) -> None:
-        """Passes an error of the work to the waiting attempt, if it is of the epoch at work: a later may be undone."""
+        """Passes an error of the work to the waiting attempt, if the error is of the epoch at work: a later epoch may
+        be undone.
+        """
         moving, lanes = self._moving, self._lanes
         if work.cancelled() or moving is None or moving.done() or lanes is None:
             return

@@ -104,21 +104,21 @@ class SharedPart:
                 assert isinstance(reply, SharedState)
                 return reply
 
-    async def give(self, stamp: Stamp) -> SharedState:
+    async def answer_fetch(self, stamp: Stamp) -> SharedState:
         """Answers `FetchShared`: waits until the primary has the boundary that is committed at `stamp`.
 
         Raises:
             Refused: the job moved on, or the task has another primary.
         """
         keeper = self._node.keeper
-        await keeper.wait_until(lambda view: self._may_give(stamp, view) is not None)
+        await keeper.wait_until(lambda view: self._has_boundary(stamp, view) is not None)
         boundary = self._replica.boundaries.committed
-        if not self._may_give(stamp, keeper.view) or boundary is None:
+        if not self._has_boundary(stamp, keeper.view) or boundary is None:
             raise Refused(Reason.STALE, f"the job is not at {stamp}, or task {self._task} has another primary")
         value = await self._replica.shared_in(boundary)
         return SharedState(Stamp(boundary.stamp.attempt, boundary.stamp.epoch), self._term, value)
 
-    def _may_give(self, stamp: Stamp, view: JobView) -> bool | None:
+    def _has_boundary(self, stamp: Stamp, view: JobView) -> bool | None:
         """True if the committed boundary at `stamp` is here; False if it never will be; None: wait."""
         replica = self._replica
         if view.stamp != stamp or not view.is_primary(self._task, self._node.id, self._term):

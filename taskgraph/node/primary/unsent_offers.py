@@ -99,7 +99,7 @@ class UnsentOffers:
             self._offer(gathered)
 
     def flush_soon(self) -> None:
-        """Offers all gathered boundaries, with those that this step of the event loop still adds."""
+        """Offers all gathered boundaries in the next turn of the event loop, with those that are added until then."""
         if self.boundaries:
             self._set_timer(0.0)
 

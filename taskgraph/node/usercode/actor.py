@@ -162,7 +162,7 @@ class Actor:
                 words.note_on_loop(self.task, stamp, where)
             cancelling = current_task(self._loop).cancelling  # type: ignore[union-attr]  # an asyncio task awaits this
             if context is None:  # an empty one is false
-                context = self.contexts.fresh()
+                context = self.contexts.new_context()
             try:
                 before, ended = cancelling(), True
                 try:
@@ -374,7 +374,7 @@ class Actor:
             self._holder = where
         try:
             if context is None:  # an empty one is false
-                context = self.contexts.fresh()
+                context = self.contexts.new_context()
             result = context.run(function, *args)
             if result is not None and type(result) is CoroutineType:
                 refuse_coroutine(function, cast(Any, result))

@@ -22,9 +22,9 @@ class Contexts:
     """
 
     def __init__(self, outer: Context) -> None:
-        self.keep(outer)
+        self.set_task_context(outer)
 
-    def keep(self, context: Context) -> None:
+    def set_task_context(self, context: Context) -> None:
         """Makes `context` the task's context: all later calls see the values in it."""
         decimal = sys.modules.get("decimal")
         self._context = context
@@ -33,7 +33,7 @@ class Contexts:
         if decimal is not None:
             self._decimals = [(var, v.copy()) for var, v in context.items() if isinstance(v, decimal.Context)]
 
-    def fresh(self) -> Context:
+    def new_context(self) -> Context:
         """Makes a context for one call."""
         context = self._context.copy()
         for var, value in self._decimals:

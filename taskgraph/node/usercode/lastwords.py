@@ -149,7 +149,7 @@ class Call(NamedTuple):
 
 
 def _call_at(data: bytes, at: int) -> Call | None:
-    """Reads the slot at that position; None if it is free."""
+    """Reads the slot at position `at`; None if it is free."""
     order, task, epoch = _HEAD.unpack_from(data, at)
     if not order:
         return None

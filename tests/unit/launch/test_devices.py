@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
-from taskgraph.launch.devices import deal, host_devices, sharing
+from taskgraph.launch.devices import count_sharing, deal, host_devices
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.node.config import NodeConfig
@@ -73,7 +73,7 @@ def test_devices_are_dealt_round_robin(devices: str, first: int, nodes: int, dea
     ],
 )
 def test_sharing_is_counted(dealt: list[str | None], shared: list[int]) -> None:
-    assert sharing(dealt) == shared
+    assert count_sharing(dealt) == shared
 
 
 @given(st.integers(1, 16), st.integers(0, 40), st.integers(1, 40))

@@ -179,7 +179,7 @@ tg.codec(ManyNumbers, lambda _: [np.ones(1 << 21)], lambda _: ManyNumbers())
     ],
 )
 def test_unkept_values_have_a_reason(value: object, why: str) -> None:
-    here, there = collect.copies(tg.JobResult(name=NAME, values={0: value}), 8)
+    here, there = collect.make_copies(tg.JobResult(name=NAME, values={0: value}), 8)
     assert here == there and here.result == "" and re.match(f"they {why}", here.not_kept)
 
 
@@ -193,7 +193,7 @@ def test_writing_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(collect, "json_pieces", counted)
     monkeypatch.setattr(collect, "_HOST_BYTES", 100_000)
-    here, there = collect.copies(reported(1.5, 20_000), 8)
+    here, there = collect.make_copies(reported(1.5, 20_000), 8)
     assert sum(written) <= 200_000
     assert here == there and here.parsed_result["values"] == {"0": 1.5} and here.parsed_result["reports"] == []
     assert here.not_kept == "reports left out: with them the result is larger, and this host keeps less than 0.1 MiB"

@@ -18,7 +18,7 @@ import pytest
 from taskgraph.coordination import embedded
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch import runtime as runtime_module
-from taskgraph.launch.entries import locked
+from taskgraph.launch.entries import lock_file
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 
@@ -166,7 +166,7 @@ def test_stopped_launcher_is_an_error_for_others(
 ) -> None:
     monkeypatch.setattr(runtime_module, "_LOCK_WAIT_S", 0.1)
     runtime.put(entry())
-    with runtime.claim("other"), locked(runtime.root / "locks" / "joining") as ours:
+    with runtime.claim("other"), lock_file(runtime.root / "locks" / "joining") as ours:
         assert ours
         with pytest.raises(TaskGraphError, match=r"locked .*/joining for 0\.1 s.*End it"):
             act(runtime, launcher())
@@ -374,7 +374,7 @@ def test_launchers_of_a_run_keep_the_logs_of_all(runtime: Runtime, run: str) -> 
 def test_launcher_does_not_wait_forever_to_keep_logs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_module, "_LOCK_WAIT_S", 0.05)
     (runtime.folder("fit") / "n1.log").write_text("it said this")
-    with runtime.claim("fit"), locked(runtime.root / "locks" / "logs"):
+    with runtime.claim("fit"), lock_file(runtime.root / "locks" / "logs"):
         runtime.keep_finished("fit", KeptJob(run="one"))
     assert (runtime.kept_logs("fit") / "n1.log").read_text() == "it said this"
 

@@ -15,7 +15,7 @@ from cluster_kit import Gated, gated, job, play
 
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import life
-from taskgraph.node.membership.arithmetic import arithmetic, why_unlike
+from taskgraph.node.membership.arithmetic import describe_arithmetic, why_unlike
 from taskgraph.protocol.records import NodeRecord
 
 __all__ = ["gated"]
@@ -29,7 +29,7 @@ def record(name: str, *computes: str) -> NodeRecord:
 
 
 def test_arithmetic_names_what_decides_results() -> None:
-    python, numpy, processor, threads, seed, zone, encoding = arithmetic()
+    python, numpy, processor, threads, seed, zone, encoding = describe_arithmetic()
     assert python == f"Python {sys.version_info.major}.{sys.version_info.minor}"
     assert numpy == f"numpy {np.__version__}"
     assert processor.startswith(platform.machine())
@@ -48,7 +48,8 @@ def test_arithmetic_names_what_decides_results() -> None:
     ],
 )
 def test_other_environment_is_unlike(variables: dict[str, str], effect: str) -> None:
-    code = "import json; from taskgraph.node.membership.arithmetic import arithmetic; print(json.dumps(arithmetic()))"
+    imports = "import json; from taskgraph.node.membership.arithmetic import describe_arithmetic"
+    code = f"{imports}; print(json.dumps(describe_arithmetic()))"
     plain = os.environ | {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "TZ": "UTC", "OMP_NUM_THREADS": "1"}
     one, other = (
         json.loads(subprocess.check_output([sys.executable, "-c", code], env=env)) for env in (plain, plain | variables)
@@ -63,10 +64,10 @@ def test_unused_processor_feature_counts() -> None:
     found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     if not found:
         pytest.skip("this processor has nothing beyond what numpy was built for")
-    code = "from taskgraph.node.membership.arithmetic import arithmetic; print(arithmetic()[2])"
+    code = "from taskgraph.node.membership.arithmetic import describe_arithmetic; print(describe_arithmetic()[2])"
     without = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(found)}
     told = subprocess.run([sys.executable, "-c", code], env=without, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() != arithmetic()[2]
+    assert told.stdout.strip() != describe_arithmetic()[2]
 
 
 def test_event_names_only_differences() -> None:
@@ -97,7 +98,9 @@ def test_other_numpy_joins_with_one_event(gated: type[Gated], monkeypatch: pytes
         alike = cluster.node(cluster.add())
         while not alike.node_revision:  # noqa: ASYNC110 (no event tells)
             await asyncio.sleep(0.1)
-        monkeypatch.setattr(life, "arithmetic", lambda: (arithmetic()[0], "numpy 0.1", *arithmetic()[2:]))
+        monkeypatch.setattr(
+            life, "describe_arithmetic", lambda: (describe_arithmetic()[0], "numpy 0.1", *describe_arithmetic()[2:])
+        )
         other = cluster.node(cluster.add())
         await cluster.nodes[0].keeper.wait_until(lambda view: other.id in view.nodes)
         while not any(event.kind == "unlike" for event in cluster.events):  # noqa: ASYNC110 (no event tells)

@@ -171,13 +171,13 @@ def test_the_wait_for_the_keeper_is_named() -> None:
         node = holder(cluster, 2)
         keeper = holder(cluster, 0)
         shared = keeper.roles.primaries[0].shared
-        gate, give = asyncio.Event(), shared.give
+        gate, give = asyncio.Event(), shared.answer_fetch
 
         async def late(stamp: Any) -> Any:
             await gate.wait()
             return await give(stamp)
 
-        shared.give = late  # type: ignore[method-assign]
+        shared.answer_fetch = late  # type: ignore[method-assign]
         assert node is not keeper
         cluster.crash(node.id)
         await keeper.keeper.wait_until(lambda view: view.term(2) > 1)
