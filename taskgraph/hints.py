@@ -44,19 +44,33 @@ _TERMINAL: Final = (
     "nodes have no terminal, which breakpoint() and input() need: run the job in one process, with --nodes 0 or "
     "tg.run(..., nodes=0)"
 )
+_RANKS: Final = (
+    'nodes have no rank and no process group of PyTorch: docs/elastic.md, "A DDP script", says what takes the place of '
+    "init_process_group, DDP(...) and rank 0"
+)
+_OF_RANKS: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+"""Variables of the environment that `torchrun` sets."""
 
 
 def hint(error: BaseException) -> str:
     """Returns what to do about an exception; "" if our API did not cause it."""
     if _is_failed_input(error) and not _has_terminal():
         return _TERMINAL
+    if isinstance(error, KeyError):
+        return _RANKS if error.args and error.args[0] in _OF_RANKS else ""
     if isinstance(error, ValueError):
-        return _READ_ONLY if "read-only" in message_text(error) else ""
+        return _value_hint(message_text(error))
     if isinstance(error, AttributeError):
         return _attribute_hint(error.obj)
     if isinstance(error, TypeError):
         return _type_hint(message_text(error))
     return ""
+
+
+def _value_hint(text: str) -> str:
+    if "read-only" in text:
+        return _READ_ONLY
+    return _RANKS if "process group has not been initialized" in text or "RANK expected" in text else ""
 
 
 def _is_failed_input(error: BaseException) -> bool:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NewType, Union, get_args, get_origin, get_type_hints
 
 from taskgraph.errors import JobError
 from taskgraph.signatures import signature
 
 __all__ = [
+    "ARGPARSE",
     "OptionInfo",
     "check_fields",
     "fields_of",
@@ -27,6 +28,9 @@ __all__ = [
     "parse",
     "plain",
 ]
+
+ARGPARSE: Final = "in place of argparse make its arguments parameters of the job function: `-o epochs=3` sets one"
+"""What to do if argparse ends a driver, with sys.exit(2): the arguments are those of this package's command."""
 
 _FEW = 16
 """More options are not listed beside a suggestion: settings would fill a screen."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.driver.sources import file_of, is_installed, module_of
 from taskgraph.errors import JobError, TaskGraphError
+from taskgraph.options import ARGPARSE
 
 if TYPE_CHECKING:
     from taskgraph.jobs import Job, JobFunction
@@ -234,10 +235,10 @@ def _importing_driver(what: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise JobError(
-            f"importing {what} ended with sys.exit({error.code!r}){place_of(error)}: nodes import it, too, so put "
-            f"tg.main(...) and the like under `if __name__ == '__main__':`"
-        ) from error
+        advice = "nodes import it, too, so put tg.main(...) and the like under `if __name__ == '__main__':`"
+        if error.code == 2:
+            advice = ARGPARSE
+        raise JobError(f"importing {what} ended with sys.exit({error.code!r}){place_of(error)}: {advice}") from error
     except Exception as error:
         raise _job_error(f"importing {what}", error, _loop_hint(error)) from error
     finally:

@@ -92,13 +92,13 @@ class Round:
             StepError: it contributes nothing, or something unlike the first part.
         """
         where = f"part {part.number} of step {self.place.step}"
+        if self.gradients is not None:
+            self._check_parameters(where)
         if part.calls == 0:
             raise StepError(
                 f"{where} ended without part.add(...), part.backward(...) or part.collect(...): give what it "
                 f"contributes, or call part.add() if that is nothing"
             )
-        if self.gradients is not None:
-            self._check_parameters(where)
         if (left := part.pushes.left) is not None:
             raise StepError(f"{where} left a gradient of table {left!r}: call part.backward(loss), not loss.backward()")
         changes = {} if self._modules is None else self._modules.take()
@@ -242,8 +242,8 @@ class Part:
         `run.state` names. Several losses of one part are added; their gradients, too.
 
         Args:
-            loss: the mean over the part, a tensor with one element.
-            weight: what the mean counts; the part's size, unless given (number of tokens, ...).
+            loss: a tensor with one element: the mean over the part, or its sum with `reduce="sum"`.
+            weight: what the mean counts; the part's size, unless given (number of tokens, ...). 1 for a sum.
             reduce: "mean", or "sum" for sum(weight * gradient).
             inputs: as in `torch.Tensor.backward`: only these get gradients.
 
@@ -281,7 +281,7 @@ class Part:
 
     def _weight(self, weight: Any, reduce: str) -> float:
         """Returns the weight of a loss. Raises StepError if it, or `reduce`, does not fit."""
-        counted = float(self.size if weight is None else weight)
+        counted = float(weight if weight is not None else 1 if reduce == "sum" else self.size)
         if not (math.isfinite(counted) and counted >= 0):
             raise StepError(f"part.backward(weight={counted}): must be 0 or more")
         if reduce not in KINDS:

@@ -80,11 +80,21 @@ def check_names(state: Any) -> None:
 
 
 def check_parameters(state: Any) -> None:
-    """Raises StateError if a PyTorch module has a parameter without a shape, or an optimizer one that is not named."""
+    """Raises StateError if a PyTorch module has a parameter without a shape, or an optimizer one that is not named.
+
+    Likewise if a module is wrapped in DDP or FSDP: its backward pass would wait for other ranks.
+    """
     torch = pytorch()
     if torch is None:
         return
     found = list(leaves(state))
+    for name, leaf in found:
+        for kind in type(leaf).__mro__:
+            if kind.__module__.startswith(("torch.nn.parallel.distributed", "torch.distributed.fsdp")):
+                raise StateError(
+                    f"run.state: {name} is wrapped as {kind.__name__}, which waits for the other ranks of a process "
+                    f"group: use the plain module; part.backward(loss) sums the gradients of all workers"
+                )
     named = {id(leaf) for _, leaf in found}
     for name, leaf in found:
         for path, parameter in leaf.named_parameters() if isinstance(leaf, torch.nn.Module) else ():

@@ -278,10 +278,15 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """sum(weight * loss) / sum(weight) over the losses that parts gave to `backward` in the last round."""
+        """sum(weight * loss) / sum(weight) over the losses that parts gave to `backward` in the last round.
+
+        With `reduce="sum"` it is sum(weight * loss).
+        """
         total = self._total_for("step.loss")
         if "loss" not in total:
             raise StepError("step.loss: no part called part.backward in the last round")
+        if KINDS["sum"] in total:
+            return float(total["loss"])
         return float(total["loss"] / total["weight"]) if total["weight"] else math.nan
 
     def __getitem__(self, name: str) -> Any:

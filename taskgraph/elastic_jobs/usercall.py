@@ -19,6 +19,7 @@ from taskgraph.elastic_jobs.room import Room
 from taskgraph.errors import JobError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.sums import Sums
+from taskgraph.options import ARGPARSE
 from taskgraph.protocol.messages import Encoded, FirstPart, StateCopy, StateDigests
 from taskgraph.protocol.records import name_of
 
@@ -120,7 +121,10 @@ class UserCall:
         try:
             self.value, self.positions = self._function(self)
         except (SystemExit, KeyboardInterrupt) as error:
-            text = f"user code raised {error!r}: return from the function to end the job, or raise an exception"
+            advice = "return from the function to end the job, or raise an exception"
+            if isinstance(error, SystemExit) and error.code == 2:
+                advice = ARGPARSE
+            text = f"user code raised {error!r}: {advice}"
             raise JobError(text).with_traceback(error.__traceback__) from None
 
     def ask(

@@ -43,6 +43,9 @@ def _value_text(value: Any) -> str:
 def _exact_text(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return np.array2string(value, threshold=_LONG, separator=", ")
+    if type(value).__module__ == "torch" and value.numel() > _LONG and value.dtype.is_floating_point:
+        array = value.detach().float().numpy()
+        return f"tensor({np.array2string(array, threshold=_LONG, separator=', ', prefix='tensor(')})"
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, int | float | str) for item in value):

@@ -205,9 +205,13 @@ def test_what_is_not_there_is_answered_with_what_is(source: str, text: str, comp
             "tg.run(tg.Job(tasks=1, builder=tg.Task, name='j'), nodes=0)\n",
             r"starts job 'j' while it is imported.* line 2\)",
         ),
+        (
+            "import argparse\nargparse.ArgumentParser().parse_args(['--epochs'])\n",
+            r"ended with sys\.exit\(2\) .*line 3\): in place of argparse make its arguments parameters of",
+        ),
         ("raise SystemExit(3)\n", r"ended with sys\.exit\(3\) .* `if __name__ == '__main__':`"),
     ],
-    ids=["error", "syntax", "import", "library", "ours", "run", "exit"],
+    ids=["error", "syntax", "import", "library", "ours", "run", "argparse", "exit"],
 )
 def test_an_error_while_importing_a_driver_tells_the_line(
     text: str, source: str, complaint: str, tmp_path: Path

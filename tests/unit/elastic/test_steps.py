@@ -418,6 +418,8 @@ def test_difference_of_layouts(one: Any, two: Any, found: Any) -> None:
     [
         (KeyError("x"), r"^'call_body': KeyError: 'x'; in step 1\n"),
         (SystemExit(3), r"user code raised SystemExit\(3\): return from the function to end the job, or raise an exc"),
+        (SystemExit(2), r"user code raised SystemExit\(2\): in place of argparse make its arguments parameters"),
+        (KeyError("LOCAL_RANK"), r"in step 1; nodes have no rank .*A DDP script"),
         (KeyboardInterrupt(), r"user code raised KeyboardInterrupt\(\): return from the function"),
     ],
     ids=lambda value: type(value).__name__,

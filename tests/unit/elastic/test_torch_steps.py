@@ -49,8 +49,9 @@ async def test_gradients_are_those_of_the_mean_over_the_batch(scenario: Any) -> 
             torch.testing.assert_close(got, list(torch.autograd.grad(whole, list(model.parameters()))))
             assert step.loss == pytest.approx(whole.item())
             for part in step:
-                part.backward(F.mse_loss(model(x[part.rows]), y[part.rows]), reduce="sum")
+                part.backward(F.mse_loss(model(x[part.rows]), y[part.rows], reduction="sum"), reduce="sum")
             torch.testing.assert_close([p.grad for p in model.parameters()], [g * step.size for g in got])
+            assert step.loss == pytest.approx(whole.item() * step.size)
         return True
 
     assert await run_body(body, scenario)
@@ -64,6 +65,20 @@ async def test_weights_count_what_the_mean_counts() -> None:
             for part in step:
                 part.backward((w * part.number).sum(), weight=torch.tensor([1, 0, 0, 3])[part.number])
             assert w.grad.item() == (0 * 1 + 3 * 3) / 4
+        return True
+
+    assert await run_body(body)
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(None, 6.0), (2.0, 12.0)])
+async def test_sums_are_not_weighed_unless_asked(weight: Any, expected: float) -> None:
+    def body(run: Any) -> Any:
+        w = torch.ones(1, requires_grad=True)
+        run.state(w=w)
+        for step in steps(run, batch=10, parts=4):
+            for part in step:
+                part.backward((w * part.number).sum(), weight=weight, reduce="sum")
+            assert (w.grad.item(), step.loss) == (expected, expected)
         return True
 
     assert await run_body(body)
@@ -413,6 +428,11 @@ def plain_backward(step: Any, model: Any) -> None:
         part.add()
 
 
+def forgotten_backward(step: Any, model: Any) -> None:
+    for _ in step:
+        model(torch.ones(1, 2)).sum().backward()
+
+
 def no_parameter(step: Any, model: Any) -> None:
     for part in step:
         part.backward((torch.ones(1, requires_grad=True) * 2).sum())
@@ -462,6 +482,7 @@ def other_buffer(step: Any, model: Any) -> None:
         (changed_parameter, r"part 0 of step 0 changed the parameter model\.0\.bias"),
         (missing_gradient, r"part 1 of step 0 has nothing as the gradient of model\.1\.bias, and part 0 has a tensor"),
         (plain_backward, r"part 0 of step 0 left a gradient in model\.0\.weight\.grad"),
+        (forgotten_backward, r"left a gradient in model\.0\.weight\.grad, .*: call part\.backward\(loss\) in place of"),
         (no_parameter, "no parameter got a gradient: name the module"),
         (no_mean, r"not a loss of shape \(4, 1\)"),
         (no_weights, r"the weights of part\.backward are 0 in all parts"),
@@ -483,6 +504,29 @@ async def test_errors_by_name(code: Any, text: str) -> None:
 
     with pytest.raises(JobFailed, match=text):
         await run_body(body)
+
+
+def ddp(model: Any) -> Any:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp(model: Any) -> Any:
+    return torch.distributed.fsdp.fully_shard(model)
+
+
+@pytest.mark.parametrize(("wrap", "name"), [(ddp, "DistributedDataParallel"), (fsdp, "FSDPLinear")])
+async def test_wrappers_that_wait_for_other_ranks_are_refused(wrap: Any, name: str) -> None:
+    def body(run: Any) -> None:
+        run.state(model=wrap(nn.Linear(2, 1)))
+        for _ in steps(run):
+            pass
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(JobFailed, match=f"run.state: model is wrapped as {name}.*: use the plain module"):
+            await run_body(body)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_pytorch_is_not_imported_by_itself() -> None:

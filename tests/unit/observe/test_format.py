@@ -138,6 +138,11 @@ def test_short_arrays_are_whole_and_long_ones_abbreviated() -> None:
     assert "..." not in values_text({0: np.zeros(200)})
     long = values_text({0: np.zeros((1000, 1000))})
     assert "..." in long and len(long) < 2000
+    torch = pytest.importorskip("torch")
+    weights = {"w": torch.zeros(2, 3), "bias": torch.zeros(400, dtype=torch.bfloat16)}
+    assert values_text({0: weights}) == (
+        "w:\n  tensor([[0., 0., 0.],\n          [0., 0., 0.]])\nbias: tensor([0., 0., 0., ..., 0., 0., 0.])"
+    )
     listed = values_text({0: list(range(100_000))}).splitlines()
     assert len(listed) == 5001 and (listed[0], listed[2500], listed[-1]) == ("0", "... (95000 more)", "99999")
     assert len(values_text({0: {1: "x" * 100_000}})) < 21_000
