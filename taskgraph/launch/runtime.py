@@ -135,7 +135,7 @@ class Runtime:
     def leave(self, entry: JobEntry) -> None:
         """Removes this process's entry of a job. The last launcher removes the job's folder with its logs, too.
 
-        A run with its own etcd does that itself, and nodes that were just being started here may have written since.
+        A run with its own etcd has removed them before; what nodes have written there since is removed, too.
         """
         folder = self._checked_folder(entry.name)
         with self._joining():

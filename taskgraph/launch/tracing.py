@@ -124,7 +124,7 @@ class Tracer:
         self._follows: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Traces; returns once every node has sent its part, or was given up.
+        """Traces the job's nodes; returns once every node has sent its part, or was given up.
 
         Raises:
             JobError: the job does not run, or none of its nodes can be traced.

@@ -422,7 +422,9 @@ class Session(asyncio.BufferedProtocol):
         return self._check_value(incoming.message, value, await self._owner.verify(value) if whole is None else whole)
 
     def _complete_now(self, incoming: Incoming) -> Any:
-        """Does as `_complete`, for a message with a small value or none."""
+        """Returns the message with its value, which is small, or none. If the value is damaged, ends the session and
+        raises PeerLost.
+        """
         value = incoming.complete()
         if value is None:
             return incoming.message

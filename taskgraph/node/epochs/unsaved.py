@@ -78,7 +78,9 @@ class UnsavedStateCheck:
         return bool(self._before)
 
     def check(self, epoch: int) -> bool:
-        """Checks an epoch that has run. True if the next epoch is to be checked, too."""
+        """Checks an epoch that has run, and emits an event about attributes that it changed. Returns True if the next
+        epoch is to be checked, too.
+        """
         try:
             self._check(epoch)
         except Exception as error:

@@ -151,7 +151,9 @@ class Primary:
             await keeper.wait_until(lambda _: self._can_affect_job())
 
     async def _restore_until_moved_on(self, at: Stamp) -> None:
-        """Restores the user's object to the boundary of the view; retries until that succeeds."""
+        """Follows the view, which has moved on from `at`, and restores the user's object; tries again after an error
+        that does not fail the job.
+        """
         keeper = self.node.keeper
         while keeper.view.stamp != at and not self._was_rolled_back() and self._can_affect_job():
             try:
@@ -411,7 +413,8 @@ class Primary:
             raise asyncio.CancelledError
 
     async def _conclude(self) -> None:
-        """Computes the result once the job has finished.
+        """Computes the result once the job has finished, then waits until the job runs again; hands the task over if
+        this node drains.
 
         The term goes on until the results are collected: a roll-back may make the job run again before that.
         """
