@@ -20,7 +20,7 @@ from taskgraph.clusters.placed import find_placed, kept_by
 from taskgraph.commands.common import FoundJob, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.commands.placing import waiting
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
+from taskgraph.errors import CoordinationError, JobError, TaskGraphError, Unavailable, UnknownJob
 from taskgraph.launch.follow import client_of, find_kept, follow_events, kept_events, node_statuses
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -183,9 +183,10 @@ async def _picture(
 
 def _nobody(reached: FoundJob, view: JobView) -> str:
     spec, known = reached.spec, known_at(reached.name, reached.entry.etcd, reached.spec.run)
+    is_known = known is not None or find_placed(reached.name) is not None
     return no_node_text(
         view,
-        reached.name,
+        reached.name if is_known else f"{reached.name} --etcd {reached.entry.etcd}",
         expected=spec.expected_nodes,
         launcher=known.pid if known is not None and not known.stale else None,
         lost_after_s=spec.setting("lost_after_s"),
@@ -193,11 +194,12 @@ def _nobody(reached: FoundJob, view: JobView) -> str:
 
 
 async def statuses_of(reached: FoundJob, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
-    """Asks all nodes for their status, unless they speak another protocol."""
+    """Asks all nodes for their status, unless they speak another protocol, or would refuse our token."""
     entry, run = reached.entry, reached.spec.run
     try:
         reached.spec.check_protocol()
-    except FingerprintMismatch as error:
+        reached.check_token()
+    except JobError as error:
         return dict.fromkeys(view.live_nodes(run), error)
     return await node_statuses(view, run, entry.token_bytes, entry.node_access)
 

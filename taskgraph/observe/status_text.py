@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from taskgraph.errors import FingerprintMismatch, TaskGraphError, first_names
+from taskgraph.errors import JobError, TaskGraphError, first_names
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import (
     counted,
@@ -283,7 +283,7 @@ def _node_table(picture: StatusData, most: int | None) -> list[str]:
 
 def _node_state(said: NodeStatus | TaskGraphError | None, record: NodeRecord) -> str:
     """Describes a node's state, or why it did not answer."""
-    if isinstance(said, FingerprintMismatch):
+    if isinstance(said, JobError):
         return "not asked"
     if isinstance(said, NoAnswer):
         return f"no answer in {said.within_s:g} s"

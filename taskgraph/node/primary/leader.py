@@ -401,7 +401,7 @@ class LeaderRole:
             replicas = sum(len(view.in_sync(t)) for t in range(node.job.all_tasks))
             began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
             tasks = tasks_text(range(node.job.all_tasks), node.job.all_tasks, node.job.services)
-            text = f"{began}: {tasks} on {', '.join(sorted(holders))}; {replicas} replicas in sync"
+            text = f"{began}: {tasks} on {', '.join(sorted(holders))}; {replicas:,} replicas in sync"
             node.events.emit("began", text, epoch=base)  # before the other events
         for epoch, rows in committed.items():
             fields: dict[str, float] = {}

@@ -28,7 +28,7 @@ async def test_status_while_launcher_starts_nodes(
     for known, said in (
         (entry, f"no nodes are registered yet: its launcher (process {os.getpid()}) is starting 4 nodes"),
         (dataclasses.replace(entry, etcd="another"), "no nodes are registered yet: it was submitted by a run"),
-        (None, "no nodes are registered yet: it was submitted by a run that starts 4 nodes"),
+        (None, f"If that run has ended: `taskgraph launch fit --etcd {ETCD}` starts some"),
     ):
         runtime.remove("fit")
         if known is not None:

@@ -14,7 +14,7 @@ from commands_kit import ETCD, in_memory, options
 
 from taskgraph.cli import parser
 from taskgraph.commands import joining, submitting
-from taskgraph.commands.looking import _result
+from taskgraph.commands.looking import _result, _status
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError
@@ -22,7 +22,7 @@ from taskgraph.jobs import Job
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import NodeRecord, State, StatusRecord
 from taskgraph.task import Task
 from taskgraph.transport.hello import token_mark
 
@@ -80,6 +80,21 @@ async def test_node_with_right_token_joins(etcd: MemoryCoordinator, old: Path, t
     await submitted(etcd, token_mark)
     async with asyncio.timeout(30):
         assert (await token_of_node(etcd, old))[1] == OLD
+
+
+async def test_status_with_another_token_asks_no_node(
+    etcd: MemoryCoordinator, old: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await submitted(etcd, token_mark(bytes.fromhex(NEW)))
+    spec = await etcd.get(KEYS.spec)
+    assert spec is not None
+    run = JobSpec.from_bytes(spec.value).run
+    for name in ("n1", "n2"):
+        node = NodeRecord(name=name, run=run, host="h", pid=1, endpoints=(), control="", fingerprint="", lease=0)
+        await etcd.txn(Txn(success=(Put(KEYS.node(f"{name}-7f"), node.to_bytes()),)))
+    assert await _status(options("status", "--token-file", str(old))) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "n1, n2: job 'fit' was submitted with another token: give the file" in said and "not asked" in said
 
 
 @pytest.mark.parametrize("given", [True, False])
