@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, cast
 from taskgraph.errors import JobError, error_text
 from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain
 from taskgraph.protocol.keys import NAME_RULE, is_name
-from taskgraph.services import Service, checked, ids_of
+from taskgraph.services import Service, check_named, ids_of
 from taskgraph.settings import Settings
 from taskgraph.signatures import signature
 from taskgraph.task import Task
@@ -152,7 +152,7 @@ class Job(Generic[T]):
     def _make_services(self) -> Iterator[Service]:
         """Yields the services of the job's tables and queues, which it checks."""
         for field_, kind in (("tables", "tg.Table"), ("queues", "tg.WorkQueue")):
-            given = checked(field_, getattr(self, field_), kind)
+            given = check_named(field_, getattr(self, field_), kind)
             object.__setattr__(self, field_, given)
             for name, one in given.items():
                 yield one.service(name, self.tasks)

@@ -18,7 +18,7 @@ from taskgraph.protocol.keys import NAME_RULE, is_name
 if TYPE_CHECKING:
     from taskgraph.task import Task
 
-__all__ = ["Servable", "Service", "checked", "ids_of"]
+__all__ = ["Servable", "Service", "check_named", "ids_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Servable(Protocol):
         """
 
 
-def checked(field: str, given: Any, kind: str) -> dict[str, Servable]:
+def check_named(field: str, given: Any, kind: str) -> dict[str, Servable]:
     """Returns what `Job(tables=...)` or `Job(queues=...)` got, as a dict.
 
     Args:

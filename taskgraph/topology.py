@@ -273,16 +273,16 @@ def bipartite(servers: int) -> Topology:
     """
     _count("bipartite: servers", servers)
 
-    def between(tasks: int) -> None:
+    def check_workers(tasks: int) -> None:
         if tasks <= servers:
             raise GraphError(f"bipartite({servers}): a job of {tasks} tasks has no workers; give it more tasks")
 
     def to_servers(i: int, n: int, e: int) -> Sequence[int]:
-        between(n)
+        check_workers(n)
         return range(servers) if i >= servers else ()
 
     def to_workers(i: int, n: int, e: int) -> Sequence[int]:
-        between(n)
+        check_workers(n)
         return range(servers, n) if i < servers else ()
 
     return _mark_constant({"servers": to_servers, "workers": to_workers})

@@ -25,7 +25,7 @@ from taskgraph.graph.sum_layouts import (
     make_tree,
     read_only,
 )
-from taskgraph.graph.sums import Sums, added, encode_sums, joined, read_sums
+from taskgraph.graph.sums import Sums, add_arrays, encode_sums, join_slices, read_sums
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.messages import Encoded
@@ -185,7 +185,7 @@ def add_two(first: Partial, second: Partial, op: str, allocate: Allocate) -> Par
     if isinstance(first, Sums) and isinstance(second, Sums):
         return first.add(second, allocate, _UFUNCS[op])
     assert not isinstance(first, Sums) and not isinstance(second, Sums)
-    return added(first, second, allocate, _UFUNCS[op])
+    return add_arrays(first, second, allocate, _UFUNCS[op])
 
 
 def add_along_tree(partials: Sequence[Partial], op: str, allocate: Allocate) -> Partial:
@@ -219,7 +219,7 @@ def is_layout(partial: Partial) -> bool:
 def join(parts: Sequence[Partial], allocate: Allocate) -> Sums:
     """Joins the slices of a sum."""
     pieces = [_as_sums(part) for part in parts]
-    return joined(pieces[0].without_arrays(), pieces, allocate)
+    return join_slices(pieces[0].without_arrays(), pieces, allocate)
 
 
 def result(partial: Partial, op: str, what: str, allocate: Allocate) -> Encoded:

@@ -17,10 +17,10 @@ from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Finished", "Merging", "Outgoing", "Total", "chained"]
+__all__ = ["Finished", "Merging", "Outgoing", "Total", "chain_digest"]
 
 
-def chained(tag: bytes, total: Sums) -> bytes:
+def chain_digest(tag: bytes, total: Sums) -> bytes:
     """Returns a digest of all totals so far, from that of the totals before this one."""
     digest = xxhash.xxh3_128(tag)
     digest.update(repr(total.layout).encode())

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from taskgraph.elastic_jobs.adding import Merging, chained
+from taskgraph.elastic_jobs.adding import Merging, chain_digest
 from taskgraph.elastic_jobs.hand import Finished, Hand
 from taskgraph.elastic_jobs.state import capture
 from taskgraph.elastic_jobs.tally import News, Settled, Tally, holder_of, share_of_round
@@ -84,7 +84,7 @@ class Dealing:
     ) -> None:
         self.tally = tally
         node = progress.node
-        self.hand = Hand(node.clock, progress.wait, lambda: node.post(self._look))
+        self.hand = Hand(node.clock, progress.wait, lambda: node.post(self._wake))
         self._progress = progress
         self._what = what.encode()
         self._named: Mapping[str, Any] = {}
@@ -106,13 +106,13 @@ class Dealing:
         """
         self._named = named
         self._ahead = self._progress.node.take_ahead(self._progress.position)
-        self._progress.node.run_rounds(self._run, self._over)
+        self._progress.node.run_rounds(self._run, self._end_pieces)
 
-    def _look(self) -> None:
+    def _wake(self) -> None:
         """Wakes the rounds: there may be a reason for one."""
         self._changed.set()
 
-    def _over(self, error: BaseException | None) -> None:
+    def _end_pieces(self, error: BaseException | None) -> None:
         """Tells user code that the rounds have ended, with an error or None."""
         self.hand.end(error)
 
@@ -120,7 +120,7 @@ class Dealing:
 
     async def _run(self, engine: Engine) -> None:
         """Runs rounds until all pieces are done or set aside."""
-        engine.heard, engine.queues = self._look, self._status
+        engine.heard, engine.queues = self._wake, self._status
         self._ended_at = self._contributed_at = asyncio.get_running_loop().time()
         try:
             while not self.tally.ledger.over:
@@ -181,7 +181,7 @@ class Dealing:
                 found = await answer
                 if not isinstance(found, list):
                     total: Sums = found.total.sums()
-                    self._progress.position, self._progress.tag = position + 1, chained(self._progress.tag, total)
+                    self._progress.position, self._progress.tag = position + 1, chain_digest(self._progress.tag, total)
                     self._ahead = found.of, found.ahead
                     return total
                 dealt = found

@@ -74,7 +74,7 @@ class Differences:
             self._away -= workers
             self._position = self._node.engine.core.position
 
-    def found(self, position: int, outvoted: tuple[str, ...]) -> None:
+    def note_differing(self, position: int, outvoted: tuple[str, ...]) -> None:
         """Begins to exclude the outvoted workers, whose tags differ at this position, unless this is one of them."""
         self.differs = self._node.id in outvoted
         if not self.differs:

@@ -91,7 +91,7 @@ class Engine:
         self._excluded = excluded
         self.core = core
         self._outboxes = Outboxes(node, trace, core, refused)
-        self.contributions = Contributions(node, core, self._outboxes, together, self._go)
+        self.contributions = Contributions(node, core, self._outboxes, together, self._carry_out)
         self.totals = KeptTotals(core, node.settings.max_totals_bytes)
         self._inbox = Inbox(core, self.contributions, together, self._hold_total)
         self.none_whole_in = -1
@@ -109,13 +109,13 @@ class Engine:
         """Follows a view that was read from etcd."""
         self.core.read_view(view)
         self.behind &= frozenset(() if self.core.view is None else self.core.view.workers)
-        self._go()
+        self._carry_out()
         self.heard()
 
     def receive(self, worker: str, message: Call) -> None:
         """Takes a message of another worker."""
         self._inbox.receive(worker, message)
-        self._go()
+        self._carry_out()
         self.heard()
 
     def ask(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
@@ -125,7 +125,7 @@ class Engine:
         """
         self._reach(position, parts, tag)
         self._asked = position, answer
-        self._go()
+        self._carry_out()
 
     def _reach(self, position: int, parts: int, tag: bytes) -> None:
         """Notes the position that user code has reached. If it is the one at work, the core begins it, once."""
@@ -142,7 +142,7 @@ class Engine:
         if position == self.core.position and self.core.phase != Phase.OUTSIDE:
             self.contributions.hold(finished)
         self.core.computed(position, finished.sums, large=self.contributions.are_large(finished.sums.values()))
-        self._go()
+        self._carry_out()
 
     def send_first_part(self, position: int, part: int, digest: bytes) -> None:
         """Sends the digest of this newcomer's first part to the most senior worker."""
@@ -158,14 +158,14 @@ class Engine:
         """User code has returned after this number of totals."""
         self.user_position = positions
         self.core.ended()
-        self._go()
+        self._carry_out()
 
     def catch_up(self, position: int, totals: Sequence[Sums]) -> None:
         """Takes stable totals that this worker, which is outside, has got from a donor."""
         for number, total in enumerate(totals, position):
             self.totals.hold(number, Total.of(total))
         self.core.catch_up(position + len(totals))
-        self._go()
+        self._carry_out()
         self.heard()
 
     def send_key(self, view: int, key: str, value: bytes) -> None:
@@ -186,7 +186,7 @@ class Engine:
 
     # -- what follows -----------------------------------------------------------------------------
 
-    def _go(self) -> None:
+    def _carry_out(self) -> None:
         """Carries out the core's actions, takes early messages and answers user code, until nothing is left."""
         while True:
             while taken := self.core.take_actions():

@@ -68,7 +68,7 @@ class FeedStep(Protocol):
     def part(self, of: Round, number: int) -> Part:
         """Returns a part, with its rows."""
 
-    def take(self, carried: Sequence[Mapping[str, Any]]) -> None:
+    def take_carried(self, carried: Sequence[Mapping[str, Any]]) -> None:
         """Takes what the parts of a round carried with their sums, in the order of the parts."""
 
     def end(self) -> None:
@@ -76,7 +76,7 @@ class FeedStep(Protocol):
 
 
 class Numbered:
-    """Rows by number.
+    """Rows by number. A `Feed`.
 
     Args:
         data: None: parts have no data.
@@ -142,7 +142,7 @@ class _NumberedStep:
     def part(self, of: Round, number: int) -> Part:
         return Part(of, number, self._parts[number], self._of.data)
 
-    def take(self, carried: Sequence[Mapping[str, Any]]) -> None:
+    def take_carried(self, carried: Sequence[Mapping[str, Any]]) -> None:
         pass
 
     def end(self) -> None:

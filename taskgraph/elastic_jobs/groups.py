@@ -86,7 +86,7 @@ class Turns:
         progress, done = self.run.progress, None
         while isinstance(answer := progress.ask(1, b"run.group", done), int):
             done = answer, Sums.of({}, {answer: encode({"view": progress.node.view})})
-        (found,) = _collected(answer.collected.values())
+        (found,) = _decode_all(answer.collected.values())
         return tuple(found["view"][1])
 
 
@@ -128,7 +128,7 @@ class Group:
             ViewChanged: the operation is complete on no worker.
             StepError: the trees differ in names, shapes or dtypes.
         """
-        total = self._exchange("allreduce", lambda _: Sums.of({"value": _made(tree)}))
+        total = self._exchange("allreduce", lambda _: Sums.of({"value": _tree_of(tree)}))
         return total.tree()["value"]
 
     def broadcast(self, tree: Any, root: str | None = None) -> Any:
@@ -149,7 +149,7 @@ class Group:
         def contribute(slot: int) -> Sums:
             if name != root:
                 return Sums.of({})
-            return Sums.of({}, {slot: encode({"value": _made(tree)}, what="group.broadcast")})
+            return Sums.of({}, {slot: encode({"value": _tree_of(tree)}, what="group.broadcast")})
 
         return self._values(self._exchange("broadcast", contribute))[0]
 
@@ -157,7 +157,7 @@ class Group:
         """Returns the trees of all members, in their order; see `broadcast`."""
 
         def contribute(slot: int) -> Sums:
-            return Sums.of({}, {slot: encode({"value": _made(tree)}, what="group.allgather")})
+            return Sums.of({}, {slot: encode({"value": _tree_of(tree)}, what="group.allgather")})
 
         return self._values(self._exchange("allgather", contribute))
 
@@ -207,7 +207,7 @@ class Group:
 
     def _check_complete(self, total: Sums) -> None:
         """Raises ViewChanged if a member did not contribute: on all workers, which go on with the same members."""
-        views = [tuple(found["view"]) for found in _collected(total.collected.values()) if "view" in found]
+        views = [tuple(found["view"]) for found in _decode_all(total.collected.values()) if "view" in found]
         if views:
             _, now = max(views)
             self._turns.members = tuple(now)
@@ -218,15 +218,15 @@ class Group:
 
     def _values(self, total: Sums) -> list[Any]:
         """Returns what each member gave to an operation, in their order."""
-        return [found["value"] for found in _collected(total.collected.values())]
+        return [found["value"] for found in _decode_all(total.collected.values())]
 
 
-def _made(tree: Any) -> Any:
+def _tree_of(tree: Any) -> Any:
     """Returns a tree, or what a function that was given in its place returns."""
     return tree() if callable(tree) else tree
 
 
-def _collected(values: Any) -> list[dict[str, Any]]:
+def _decode_all(values: Any) -> list[dict[str, Any]]:
     """Decodes what the members collected."""
     pytorch()
     found: list[Encoded] = list(values)

@@ -2,8 +2,8 @@
 
     rounds ──dealt──► queue ──next()──► at work ──done, failed──► finished ──news──► rounds
 
-User code takes the next piece without a round trip while the queue has one. The queue is kept short (`wanted`): what
-waits here cannot be computed elsewhere.
+User code takes the next piece without a round trip while the queue has one. The queue is kept short (`wanted_length`):
+what waits here cannot be computed elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.protocol.dealing import Ticket
 
-__all__ = ["Finished", "Hand", "wanted"]
+__all__ = ["Finished", "Hand", "wanted_length"]
 
 _ROUNDS: Final = 2
 """The rounds for which the queue has work: a round may take twice as long as those before."""
@@ -167,7 +167,7 @@ class Hand:
         """
         with self._lock:
             running_s = 0.0 if self._at_work is None else self._clock() - self._at_work[1]
-            want = wanted(self.typical_s, running_s if self._at_work is not None else None, self.count, round_s)
+            want = wanted_length(self.typical_s, running_s if self._at_work is not None else None, self.count, round_s)
             if want >= 0:
                 return max(0, want - len(self._queue)), []
             back, self._queue = list(self._queue), deque()
@@ -200,7 +200,7 @@ class Hand:
         return max(0.0, at_work[1] + typical - _ROUNDS * round_s - self._clock())
 
 
-def wanted(typical_s: float | None, running_s: float | None, count: int, round_s: float) -> int:
+def wanted_length(typical_s: float | None, running_s: float | None, count: int, round_s: float) -> int:
     """Returns how long a worker's queue is to be; -1: it gives back what is in it.
 
     Args:

@@ -229,7 +229,7 @@ class LaneStep:
         part.carried[_CARRIED] = {"spans": read.spans, "next": None if read.next is None else tuple(read.next)}
         return part
 
-    def take(self, carried: Sequence[Mapping[str, Any]]) -> None:
+    def take_carried(self, carried: Sequence[Mapping[str, Any]]) -> None:
         if self._rows is not None:
             return  # a further round over the same parts
         read = [each[_CARRIED] for each in carried]
@@ -320,6 +320,7 @@ class _Reader:
         self._at, self._next = at, row
 
     def _open(self, piece: int) -> None:
+        """Begins to read a piece from its first row."""
         self._piece = self._rows = self._rows_of(self._pieces[piece])
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ def library_threads(count: int) -> Iterator[None]:
     """
     with _lock:
         if not _before:
-            _before.extend((each, each.threads()) for each in _threaded())
+            _before.extend((each, each.threads()) for each in _threaded_libraries())
         _inside.append(None)
         for each, _ in _before:
             each.set_threads(count)
@@ -48,7 +48,7 @@ def library_threads(count: int) -> Iterator[None]:
                 _before.clear()
 
 
-def _threaded() -> list[OpenBlas]:
+def _threaded_libraries() -> list[OpenBlas]:
     """Returns the libraries here that compute in threads: OpenBLAS, and PyTorch if it is imported."""
     torch = sys.modules.get("torch")
     return [*openblas_here(), *([OpenBlas(torch.get_num_threads, torch.set_num_threads)] if torch is not None else ())]

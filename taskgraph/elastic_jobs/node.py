@@ -89,6 +89,7 @@ class ElasticNode(WorkerNode):
         }
 
     def stop_new_work(self) -> None:
+        """Stops user code, and closes the process group."""
         self._stop_following()
         self.call.stop()
         self._close_group()
@@ -103,7 +104,7 @@ class ElasticNode(WorkerNode):
             self.trace,
             refused=self.suspicion.call_refused,
             stable=self._note_stable,
-            differ=self.differences.found,
+            differ=self.differences.note_differing,
             excluded=self.views.excluded,
             together=self._together,
         )
@@ -270,6 +271,7 @@ class ElasticNode(WorkerNode):
         return (*self.leaving_state.waits, *self._waits_in_view())
 
     def _waits_in_view(self) -> tuple[str, ...]:
+        """Says what this worker waits for to enter a view, or from other workers in it."""
         core, known, step = self.engine.core, self.keeper.view.workers, self.trace.step
         if known is None:
             return (f"{self.name} waits for the first view, which needs the nodes that the job was started with",)

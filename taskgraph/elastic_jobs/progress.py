@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from taskgraph.elastic_jobs.adding import chained
+from taskgraph.elastic_jobs.adding import chain_digest
 from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.rows import check_same
@@ -135,7 +135,7 @@ class Progress:
         with self.turn.passed():
             answer = self.node.ask(self.position, parts, self.tag + what, done, repeatable=repeatable)
         if isinstance(answer, Sums):
-            self.position, self.tag = self.position + 1, chained(self.tag, answer)
+            self.position, self.tag = self.position + 1, chain_digest(self.tag, answer)
         return answer
 
     def wait(self, future: Future[None]) -> None:

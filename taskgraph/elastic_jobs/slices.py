@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.elastic_jobs.adding import Total
 from taskgraph.graph.blocks import Allocate
-from taskgraph.graph.sums import Sums, add_up, encode_sums, joined
+from taskgraph.graph.sums import Sums, add_up, encode_sums, join_slices
 from taskgraph.protocol.elastic.actions import SumTogether
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.messages import Encoded, SliceSum
@@ -114,7 +114,7 @@ class Slices:
         if len(slices) < len(found):
             return None
         self._at = self._whole = None
-        return at, Total(partial(joined, whole, slices, self._node.router.allocate), sum(s.nbytes for s in slices))
+        return at, Total(partial(join_slices, whole, slices, self._node.router.allocate), sum(s.nbytes for s in slices))
 
     def drop(self, view: int, position: int) -> None:
         """Keeps nothing of older views and positions."""

@@ -51,17 +51,17 @@ class State:
     def __getattr__(self, name: str) -> Any:
         objects = object.__getattribute__(self, "_objects")
         if name not in objects:
-            raise AttributeError(_unknown(name, objects))
+            raise AttributeError(_unknown_text(name, objects))
         return objects[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         objects = object.__getattribute__(self, "_objects")
         if name not in objects:
-            raise AttributeError(_unknown(name, objects))
+            raise AttributeError(_unknown_text(name, objects))
         objects[name] = value
 
 
-def _unknown(name: str, objects: dict[str, Any]) -> str:
+def _unknown_text(name: str, objects: dict[str, Any]) -> str:
     """Returns the text for a name that the state does not have."""
     return (
         f"the state has no {name!r}, only {', '.join(sorted(objects)) or 'nothing'}: name it in run.state({name}=...), "
@@ -76,7 +76,7 @@ def check_names(state: Any) -> None:
     fields = _items(state)
     unknown = sorted(getattr(state, "__dict__", {}).keys() - fields.keys())
     if unknown:
-        raise StateError(f"{type(state).__name__} of run.state(...): " + _unknown(unknown[0], fields))
+        raise StateError(f"{type(state).__name__} of run.state(...): " + _unknown_text(unknown[0], fields))
 
 
 def check_parameters(state: Any) -> None:

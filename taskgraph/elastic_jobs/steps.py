@@ -218,7 +218,7 @@ class Step:
         pytorch()
         self._collected = [decode(tree, writable=True) for tree in answer.collected.values()]
         carried = [tree.pop(CARRIED, {}) for tree in self._collected]
-        self._rows.take(carried)
+        self._rows.take_carried(carried)
         tables.in_parts = False
         tables.apply([each.get(PUSHED, ()) for each in carried], total.get("weight", 0.0))
         self._total, self._over = total, True

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from taskgraph.errors import TableError
 from taskgraph.tables.layout import Layout
-from taskgraph.tables.merging import as_gradients, as_ids, summed
+from taskgraph.tables.merging import as_gradients, as_ids, sum_by_id
 from taskgraph.tables.options import TableOptions, as_rate
 from taskgraph.tables.rows import Ids, table_seed
 from taskgraph.tables.saved import write_table
@@ -74,8 +74,9 @@ class Pushes:
 
 
 def _summed(pushes: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
+    """Adds up the gradients of several pushes by id."""
     ids, gradients = zip(*pushes, strict=True)
-    return summed(np.concatenate(ids), np.concatenate(gradients))
+    return sum_by_id(np.concatenate(ids), np.concatenate(gradients))
 
 
 class Tables:

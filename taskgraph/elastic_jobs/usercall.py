@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from taskgraph.elastic_jobs.adding import Finished, Merging, chained
+from taskgraph.elastic_jobs.adding import Finished, Merging, chain_digest
 from taskgraph.elastic_jobs.engine import Summed
 from taskgraph.elastic_jobs.room import Room
 from taskgraph.errors import JobError
@@ -148,7 +148,7 @@ class UserCall:
         elif done is not None:
             assert self._merging is not None
             if self._engine.first_part_due and repeatable:
-                threads.post(self._engine.send_first_part, position, done[0], chained(b"", done[1]))
+                threads.post(self._engine.send_first_part, position, done[0], chain_digest(b"", done[1]))
             self._merging.add(*done)
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
                 finished = self._merging.take(self._engine.contributions.encode_ahead)
@@ -159,7 +159,7 @@ class UserCall:
             threads.post(self._engine.computed, position, parts, tag, finished)
         if not self._dealt:
             answer: concurrent.futures.Future[list[int] | Summed | _Checked] = concurrent.futures.Future()
-            threads.post(self._asked, position, parts, tag, answer, finished)
+            threads.post(self._ask_engine, position, parts, tag, answer, finished)
             found = threads.block(answer, None)
             if isinstance(found, Summed):
                 mark = trace.begin()
@@ -187,7 +187,7 @@ class UserCall:
     def _check(self, newcomer: str, first: FirstPart, sums: Sums) -> None:
         """Compares the first part of a newcomer with what this worker computes of it."""
         self._checking = None
-        if chained(b"", sums) != first.digest:
+        if chain_digest(b"", sums) != first.digest:
             name = name_of(newcomer)
             text = f"the first part of {name} differs from what {self.name} computes of it: something that parts read"
             self.emit("differs", f"{text} is not named in run.state, or they are not deterministic")
@@ -208,7 +208,7 @@ class UserCall:
     def give_state(self, step: int, position: int, tag: bytes, value: Encoded) -> None:
         """Gives a copy of the state, between two steps, to newcomers and the checkpoint that wait for one."""
         self.state_wanted = False
-        self._node.threads.post(self._given, StateCopy(step, position, tag, value))
+        self._node.threads.post(self._keep_copy, StateCopy(step, position, tag, value))
 
     def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
         """Reports numbers of a step, which count once the totals below `position` are stable."""
@@ -333,7 +333,7 @@ class UserCall:
             await self._node.short_pause()
         return self.value
 
-    def _asked(self, position: int, parts: int, tag: bytes, answer: Any, finished: Finished | None) -> None:
+    def _ask_engine(self, position: int, parts: int, tag: bytes, answer: Any, finished: Finished | None) -> None:
         """Gives the engine what user code has finished, and asks for it. Answers with `Stopped` if the call ends."""
         if finished is not None:
             self._engine.computed(position, parts, tag, finished)
@@ -378,7 +378,7 @@ class UserCall:
         else:
             self._node.own(work(), "wait for user code").add_done_callback(over)
 
-    def _given(self, copy: StateCopy) -> None:
+    def _keep_copy(self, copy: StateCopy) -> None:
         """Keeps a copy of the state until the totals before it are stable, for those that wait for it now."""
         wanted, self._wanted = self._wanted, []
         for newcomer, awaited in wanted:

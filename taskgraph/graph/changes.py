@@ -35,7 +35,7 @@ def changes_since(value: Encoded, base: Encoded) -> tuple[Encoded, Kept] | None:
 
 
 def with_kept(part: Encoded, kept: Kept, base: Encoded) -> Encoded:
-    """Returns the whole value again.
+    """Returns the whole value of which `changes_since` gave a part: with the buffers that it left out.
 
     Raises:
         DecodeError: the part and `base` do not have the buffers that `kept` names.

@@ -442,6 +442,7 @@ class Composition:
         )
 
     def _where(self) -> str:
+        """Names the task and epoch, for messages."""
         return f"task {self.task}, epoch {self.epoch}, compose"
 
     def _check_results(self) -> None:

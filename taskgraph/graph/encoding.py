@@ -257,6 +257,7 @@ def _describe_dtype(value: Any, dtype: np.dtype[Any]) -> tuple[bytes, bool]:
 
 
 def _array(writer: Writer, value: NDArray[Any], adopt: bool = False, order: bytes = b"") -> Ext:
+    """Encodes an array on the host: among the small parts, or in a buffer of its own."""
     if not order and not value.flags.c_contiguous:
         value, order = _in_c_order(writer, value, value.itemsize)
     dtype, packed = _describe_dtype(value, value.dtype)
@@ -275,6 +276,7 @@ def _array(writer: Writer, value: NDArray[Any], adopt: bool = False, order: byte
 
 
 def _array_head(writer: Writer, value: Any, dtype: bytes, packed: bool, order: bytes, buffer: int, at: int) -> Ext:
+    """Makes the extension that says where an array is; numbers the arrays."""
     number = writer.arrays
     writer.arrays = number + 1
     shape: tuple[int, ...] = value.shape

@@ -122,6 +122,7 @@ def _specific_advice(value: Any) -> str:
 
 
 def _numpy_advice(value: Any) -> str | None:
+    """Returns advice for one of numpy's objects that does not travel; None: it is none."""
     if isinstance(value, np.ma.MaskedArray | np.ma.core.MaskedConstant):
         return _advise_encodable(
             value,
@@ -143,6 +144,7 @@ def _numpy_advice(value: Any) -> str | None:
 
 
 def _builtin_advice(value: Any) -> str | None:
+    """Returns advice for an object of Python's own types; None: it is none, or there is no advice."""
     if isinstance(value, enum.Enum):
         return "send x.value, and call its class with it where it arrives; or use tg.codec"
     if isinstance(value, bytearray | memoryview):
@@ -179,6 +181,7 @@ def _builtin_advice(value: Any) -> str | None:
 
 
 def _declaration_advice(value: Any) -> str | None:
+    """Returns advice for a type that lacks a declaration of its own; None: that is not it."""
     kind = type(value)
     for base in kind.__mro__[1:]:
         if codecs.codec_of(base) is not None:
@@ -189,6 +192,7 @@ def _declaration_advice(value: Any) -> str | None:
 
 
 def _array_advice(value: Any) -> str | None:
+    """Returns advice for an array of a library that was not declared; None: it is none."""
     if not hasattr(type(value), "__dlpack__"):
         return None
     library = library_of(value)
@@ -253,6 +257,7 @@ def _table_advice(value: Any) -> str | None:
 
 
 def _library_advice(value: Any) -> str | None:
+    """Returns advice for an object of a known package; None: it is none."""
     # Also for subclasses that users wrote: most are modules of PyTorch.
     if names := {base.__name__ for base in type(value).__mro__ if _package_name(base) == "torch"}:
         return _torch_advice(type(value).__name__, names)

@@ -37,7 +37,7 @@ from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Sums", "add_up", "added", "decode_sums", "encode_sums", "joined", "read_sums"]
+__all__ = ["Sums", "add_arrays", "add_up", "decode_sums", "encode_sums", "join_slices", "read_sums"]
 
 _UNLIKE: Final = "x"
 
@@ -123,7 +123,7 @@ class Sums:
                 unlike = Sums((_UNLIKE, difference(self.layout, other.layout)), ())
                 unlike.workers = (*self.workers, *other.workers)
             return unlike._with((), {**self.collected, **other.collected})
-        arrays = [added(a, b, allocate, by) for a, b in zip(self.arrays, other.arrays, strict=True)]
+        arrays = [add_arrays(a, b, allocate, by) for a, b in zip(self.arrays, other.arrays, strict=True)]
         return self._with(arrays, {**self.collected, **other.collected})
 
     @property
@@ -172,7 +172,7 @@ def add_up(held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = No
     return add_up(held, first, allocate).add(add_up(held, second, allocate), allocate)
 
 
-def joined(whole: Sums, slices: Sequence[Sums], allocate: Allocate | None = None) -> Sums:
+def join_slices(whole: Sums, slices: Sequence[Sums], allocate: Allocate | None = None) -> Sums:
     """Joins the slices of a sum; `whole` has its layout, and what was collected."""
     pieces = zip(*(each.arrays for each in slices), strict=True)
     return Sums(whole.layout, [_concatenated(arrays, allocate) for arrays in pieces], whole.collected)
@@ -222,7 +222,7 @@ def _concatenated(flat: Sequence[NDArray[Any]], allocate: Allocate | None) -> ND
     return whole
 
 
-def added(
+def add_arrays(
     first: NDArray[Any], second: NDArray[Any], allocate: Allocate | None = None, by: np.ufunc = np.add
 ) -> NDArray[Any]:
     """Adds two arrays of one shape and dtype: to `first` if it can be written to, else to a new array."""
@@ -315,6 +315,7 @@ def encode_sums(
 
 
 def decode_sums(value: Encoded) -> list[Sums]:
+    """Returns the sums of a value of `encode_sums`."""
     return read_sums(decode(value))
 
 
@@ -345,8 +346,10 @@ def _packed_trees(collected: Mapping[int, Encoded]) -> dict[int, _Packed]:
 
 
 def _packed(tree: Encoded) -> _Packed:
+    """Returns an encoded tree as a value that can be encoded again within another one."""
     return bytes(tree.meta), [np.frombuffer(buffer, np.uint8) for buffer in tree.buffers], tree.digest
 
 
 def _unpacked(meta: bytes, buffers: Sequence[NDArray[np.uint8]], digest: bytes) -> Encoded:
+    """Returns the encoded tree of what `_packed` returned."""
     return Encoded(meta, tuple(buffer.data for buffer in buffers), digest)

@@ -13,7 +13,7 @@ from taskgraph.checkpoint.manifest import Manifest
 from taskgraph.checkpoint.store import Store
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
-from taskgraph.tables.moving import moved
+from taskgraph.tables.moving import move_rows
 
 __all__ = ["move"]
 
@@ -52,7 +52,7 @@ def _values(store: Store, manifest: Manifest, services: dict[str, int]) -> Itera
         there = [value for value in values if value is not None]
         if count != before:
             wholes = [decode(value) for value in there]
-            states = moved([whole["state"] for whole in wholes], count)
+            states = move_rows([whole["state"] for whole in wholes], count)
             there = [encode({**wholes[0], "state": state}, ordered=True) for state in states]
         yield from enumerate(there, new)
         old, new = old + before, new + count

@@ -15,7 +15,7 @@ from taskgraph.driver.sources import is_installed
 from taskgraph.errors import JobError
 from taskgraph.sources.reading import is_source
 
-__all__ = ["check_function", "find_function", "listed", "reference", "register_here"]
+__all__ = ["as_list", "check_function", "find_function", "reference", "register_here"]
 
 V = TypeVar("V")
 
@@ -29,12 +29,12 @@ def check_function(function: Any) -> None:
     if not callable(function):
         raise JobError(f"tg.map takes a function and its pieces, not {function!r:.100}")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise JobError(f"tg.map: {_shown(function)} is async: a piece is computed by a plain `def`")
+        raise JobError(f"tg.map: {_function_text(function)} is async: a piece is computed by a plain `def`")
     if inspect.isgeneratorfunction(function):
-        raise JobError(f"tg.map: {_shown(function)} yields: let it return a list")
+        raise JobError(f"tg.map: {_function_text(function)} yields: let it return a list")
 
 
-def listed(pieces: Iterable[V]) -> list[V]:
+def as_list(pieces: Iterable[V]) -> list[V]:
     """Returns the pieces of a map as a list.
 
     Raises:
@@ -63,20 +63,20 @@ def reference(function: Callable[[Any], Any]) -> str:
     """
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
     if not name or not module:
-        raise _unnamed(function, f"a {type(function).__name__} has no name in a module")
+        raise _not_importable(function, f"a {type(function).__name__} has no name in a module")
     if inspect.ismethod(function) and not isinstance(function.__self__, type):
-        raise _unnamed(function, f"it is a method of one {type(function.__self__).__name__} object")
+        raise _not_importable(function, f"it is a method of one {type(function.__self__).__name__} object")
     if "<lambda>" in name:
-        raise _unnamed(function, "it is a lambda")
+        raise _not_importable(function, "it is a lambda")
     if "<locals>" in name:
-        raise _unnamed(function, f"{name.rpartition('.')[2]} is defined within another function")
+        raise _not_importable(function, f"{name.rpartition('.')[2]} is defined within another function")
     found = sys.modules.get(module)
     names: Mapping[str, Any] = {} if found is None else vars(found)
     if found is not None and _attribute(found, name) != function:
-        raise _unnamed(function, f"{module}.{name} is another object by now")
+        raise _not_importable(function, f"{module}.{name} is another object by now")
     file, spec = names.get("__file__"), names.get("__spec__")
     if module == "__main__" and (not file or not Path(file).is_file()):
-        raise _unnamed(function, "it was defined interactively (at a prompt, in a notebook)")
+        raise _not_importable(function, "it was defined interactively (at a prompt, in a notebook)")
     if not file:
         return json.dumps({"module": module, "name": name})  # it is in C
     path, full = Path(file).resolve(), spec.name if spec is not None else ""
@@ -122,14 +122,14 @@ def _attribute(module: Any, name: str) -> Any:
     return found
 
 
-def _shown(function: Any) -> str:
+def _function_text(function: Any) -> str:
     """Names a function, for messages."""
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def _unnamed(function: Any, why: str) -> JobError:
+def _not_importable(function: Any, why: str) -> JobError:
     """Returns the error for a function that other processes cannot import."""
     return JobError(
-        f"tg.map: nodes cannot import {_shown(function)}: {why}. Give a function at the top level of a module or a "
-        f"file (what it needs beside goes into the pieces), or compute in this process with nodes=0"
+        f"tg.map: nodes cannot import {_function_text(function)}: {why}. Give a function at the top level of a module "
+        f"or a file (what it needs beside goes into the pieces), or compute in this process with nodes=0"
     )

@@ -144,11 +144,11 @@ class Journal:
 
     @staticmethod
     def _manifest(function: str, pieces: int, digest: bytes) -> dict[str, Any]:
-        """Returns what a later call must have alike."""
+        """Returns the manifest, which a later call must have alike to go on from here."""
         return {"format": _FORMAT, "function": function, "pieces": pieces, "digest": digest.hex()}
 
     def begin_job(self, numbers: NDArray[np.int64]) -> None:
-        """Begins a job that computes these pieces."""
+        """Names a job, and writes the numbers of the pieces that it has to compute."""
         self.run = secrets.token_hex(4)
         np.save(self.folder / f"todo-{self.run}.npy", numbers)
 

@@ -23,7 +23,7 @@ from taskgraph.graph.values import decode
 from taskgraph.jobs import Job
 from taskgraph.launch.run import arun
 from taskgraph.launch.supervise import Hooks
-from taskgraph.maps.functions import check_function, find_function, listed, reference, register_here
+from taskgraph.maps.functions import as_list, check_function, find_function, reference, register_here
 from taskgraph.maps.job import map_pieces
 from taskgraph.maps.journal import Journal
 from taskgraph.maps.records import Kind, Record
@@ -105,7 +105,7 @@ def map(
         JobRunning: a map or a job of that name is running on this host.
         JobFailed: the job cannot go on.
     """
-    given = listed(pieces)
+    given = as_list(pieces)
     found: list[Any] = [None] * len(given)
     options = _Options(nodes, attempts, on_error, resume, name, progress)
     for number, result in _Map(fn, given, options).results():
@@ -128,7 +128,7 @@ def imap(
 
     It begins with the first result that is asked for. Leaving the loop early ends the job; `resume=True` goes on.
     """
-    return _Map(fn, listed(pieces), _Options(nodes, attempts, on_error, resume, name, progress)).results()
+    return _Map(fn, as_list(pieces), _Options(nodes, attempts, on_error, resume, name, progress)).results()
 
 
 class _Map:

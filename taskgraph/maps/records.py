@@ -64,7 +64,7 @@ def packed(record: Record) -> bytes:
 
 
 def _unpacked(data: memoryview, at: int) -> tuple[Record | None, int]:
-    """Returns the record at an offset, and the bytes that it takes; None: there is only its beginning."""
+    """Returns the record at an offset, and the bytes that it takes; None if the data ends before its end."""
     end = at + _HEAD.size
     if len(data) < end:
         return None, 0

@@ -13,7 +13,7 @@ After `_SLOW_S` an incident is finished without a commit, too: epochs may take m
 in any case. A node that was frozen may notice the failure after that: its report opens no second incident, unless tasks
 were taken over again, or the failed node had come back as a backup.
 
-The caller passes every event to `take`, every commit to `note_commit`, and calls `take_finished` often.
+The caller passes every event to `note_event`, every commit to `note_commit`, and calls `take_finished` often.
 Times are those of the events, by the clocks of the nodes.
 """
 

@@ -77,7 +77,7 @@ class CheckpointCollector:
         self._last_report: dict[int, Stamp] = {}  # the last report of each task
         self._given_up: dict[Stamp, int | None] = {}  # -> a task that failed to write its file, if any
         self._left_out: set[Stamp] = set()  # left out
-        self._completed: Stamp | None = None  # returned by `complete`; its manifest may be written
+        self._completed: Stamp | None = None  # returned by `find_complete`; its manifest may be written
         self._primary_began_at: dict[int, Stamp] = {}  # the stamp at which the current primary of a task began
 
     def note_file(self, written: WrittenFile) -> None:
@@ -91,7 +91,7 @@ class CheckpointCollector:
         files = self._files.setdefault(stamp, {})
         if written.size or task not in files:  # otherwise an earlier primary has written it
             files[task] = written
-        if len(self._files) > 2 * _MAX_COLLECTED:  # the next `complete` may be late
+        if len(self._files) > 2 * _MAX_COLLECTED:  # the next `find_complete` may be late
             self._keep(select_sparse(self._files, _MAX_COLLECTED))
 
     def term_began(self, task: int, at: Stamp) -> None:
@@ -147,7 +147,7 @@ class CheckpointCollector:
         """True if one of these tasks will never report a file of this boundary."""
         return any(self._last_report.get(task, stamp) > stamp or self._is_before(stamp, task) for task in tasks)
 
-    def complete(self, view: JobView) -> tuple[Stamp, tuple[WrittenFile, ...]] | None:
+    def find_complete(self, view: JobView) -> tuple[Stamp, tuple[WrittenFile, ...]] | None:
         """Returns the newest complete boundary with its files, or None."""
         self._forget_closed(view)
         self._completed = None

@@ -236,10 +236,10 @@ class Leader:
         """Updates `ready` and `urgent`."""
         assert self.stamp is not None
         at = self.stamp.epoch
-        self.ready = self.complete(at)
+        self.ready = self.is_complete(at)
         # As in `_commit`: a task that is done with the next epoch no longer waits.
-        waits = any(self.complete(epoch) and not self.complete(epoch + 1) for epoch in self._awaited_epochs)
-        self.urgent = waits or self.complete(at + self.enough - 1)
+        waits = any(self.is_complete(epoch) and not self.is_complete(epoch + 1) for epoch in self._awaited_epochs)
+        self.urgent = waits or self.is_complete(at + self.enough - 1)
 
     def lacks_task_0(self) -> bool:
         """True if a task waits for the commit of an epoch in which all tasks but task 0 are done."""
@@ -258,7 +258,7 @@ class Leader:
         if self._restart is None or epoch > self._restart[0]:
             self._restart = (epoch, why)
 
-    def sealed(self, task: int, term: int, version: int) -> None:
+    def note_sealed(self, task: int, term: int, version: int) -> None:
         """Notes that the task accepted the seal, so that it is not sent again."""
         self._sealed[task] = (term, version)
 
@@ -296,7 +296,7 @@ class Leader:
         own = found.reports.get(0)
         return found.done == self._tasks - 1 and (own is None or not own.done)
 
-    def complete(self, epoch: int) -> bool:
+    def is_complete(self, epoch: int) -> bool:
         """True if every task has reported on the epoch."""
         found = self._reports.get(epoch)
         return found is not None and len(found.reports) == self._tasks
@@ -386,9 +386,11 @@ class Leader:
         return Commit(finished, last - self.stamp.epoch + 1, awaited)
 
     def _is_last(self, epoch: int) -> bool:
+        """True if the job ends with this epoch."""
         return self._reports[epoch].finishing > 0 or (self._epochs is not None and epoch + 1 >= self._epochs)
 
     def _was_primary_replaced(self, view: JobView) -> bool:
+        """True if a takeover explains a difference: a term changed since the epoch, or the attempt, began."""
         return view.term_changed(in_attempt=self._ahead > 0)
 
 

@@ -72,6 +72,7 @@ def find_cycle(waits: Mapping[int, Sequence[Wait]]) -> list[Edge] | None:
 
 
 def _collect_edges(waits: Mapping[int, Sequence[Wait]]) -> _Edges:
+    """Returns the edges that follow from the waits, by the processor that waits."""
     edges: _Edges = {}
     provider: dict[tuple[int, str, int], str] = {}  # (producer, tag, consumer) -> processor
     for task, page in sorted(waits.items()):
@@ -135,6 +136,7 @@ def _components(edges: _Edges) -> list[set[_Node]]:
 
 
 def _shortest_cycle(edges: _Edges, component: set[_Node], start: _Node) -> list[Edge]:
+    """Returns the edges of the shortest cycle through `start` within a component."""
     came_by: dict[_Node, Edge] = {}
     queue = deque([start])
     while start not in came_by:

@@ -55,4 +55,5 @@ def _blamed(view: JobView, gone: Versioned[GoneRecord], at: int) -> Iterator[tup
 
 
 def _last_admission(view: JobView, task: int) -> int:
+    """Returns the revision at which a node was last admitted to a task; 0: none was."""
     return max((member.create_revision for member in view.members_of(task).values()), default=0)

@@ -103,6 +103,7 @@ class InSync:
     # -- nodes ------------------------------------------------------------------------------------
 
     def place(self, node: str) -> Place | None:
+        """Returns the state of a node; None: absent."""
         return self._place.get(node)
 
     def wishes_fulfilled(self, wished: Iterable[str], living: Collection[str]) -> bool:

@@ -63,6 +63,7 @@ class Options(NamedTuple):
     straggler: float
 
     def check(self) -> None:
+        """Raises JobError if an argument is out of its range."""
         if self.pieces < 0:
             raise JobError(f"a queue cannot have {self.pieces} pieces")
         if self.passes is not None and not _is_count(self.passes):
@@ -111,6 +112,7 @@ class Pass:
         return len(self.order) - self.cursor + len(self.again)
 
     def ticket(self, piece: int) -> Ticket:
+        """Returns the ticket of a piece: with the number of its errors so far."""
         return Ticket(self.number, piece, self.errors.get(piece, 0))
 
     def counts(self) -> PassCounts:

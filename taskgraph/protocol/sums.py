@@ -83,6 +83,7 @@ def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) ->
 
 
 def _encode_identity(key: _Key) -> bytes:
+    """Returns the bytes that are hashed before a digest; caches those of items."""
     kind, sender, receiver, name = key
     kind_bytes = kind.encode()
     name_bytes = name.encode("utf-8", "surrogatepass")  # tags may be any str
@@ -162,6 +163,7 @@ class Ledger:
 
 
 def _check_same_digest(sent: bool, key: _Key, known: bytes, digest: bytes) -> bool:
+    """Returns False. Raises Conflict if the digest is not the one that was counted."""
     if known != digest:
         raise Conflict(sent, *key, known, digest)
     return False

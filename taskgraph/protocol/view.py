@@ -116,6 +116,7 @@ class JobView:
         vars(self).update(vars(listed))
 
     def _is_another_run(self, spec_revision: int) -> bool:
+        """True if the spec is that of a later run, which a view of one run does not show."""
         return self._one_run and 0 < self._first_spec_revision < spec_revision
 
     def _supersede(self, revision: int) -> None:
@@ -235,6 +236,7 @@ class JobView:
                 pass  # events are not needed here
 
     def _delete(self, key: str) -> None:
+        """Clears the field of a key that was deleted."""
         match self._split(key):
             case ["spec"]:
                 self.spec, self.spec_revision = None, 0

@@ -31,13 +31,13 @@ __all__ = ["map_pieces", "queue_state"]
 def map_pieces(epoch: Epoch, call: MapCall, job: Job) -> None:
     """Declares the processors of `epoch.map`."""
     work, place = epoch._work, f"{epoch._place()}: map({call.tag!r})"
-    it = _checked(epoch, call, job, place)
+    it = _check_map(epoch, call, job, place)
     everyone, sent, then = tuple(range(work.tasks())), f"{it.tag} pieces", call.then
     compute = partial(_compute, it)
     if then is None:  # task 0 waits, since it may be the dealer
         epoch.processor(compute, outbound={sent: 0}, name=f"map {it.tag}", parallel=True)
         if work.task == 0:
-            epoch.processor(_nothing, inbound={sent: everyone}, name=f"{it.tag} results")
+            epoch.processor(_do_nothing, inbound={sent: everyone}, name=f"{it.tag} results")
         return
     if (composition := work.composing) is not None:
         if it.tag in composition.results:
@@ -50,7 +50,7 @@ def map_pieces(epoch: Epoch, call: MapCall, job: Job) -> None:
     epoch.processor(last, inbound=results, name=name_of(then))
 
 
-def _checked(epoch: Epoch, call: MapCall, job: Job, place: str) -> MapOf:
+def _check_map(epoch: Epoch, call: MapCall, job: Job, place: str) -> MapOf:
     """Checks the arguments of a map, and returns them as the map. Raises GraphError if one is wrong."""
     tag, pieces, value, then, upto = call
     if not callable(value) or not (then is None or callable(then)):
@@ -129,7 +129,7 @@ def _collect(tag: str, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
 _collect.__taskgraph_internal__ = True  # type: ignore[attr-defined]  # it shares nothing with code of the user
 
 
-def _nothing(epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+def _do_nothing(epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
     """Does nothing: the sync point of task 0 if no task wants the results."""
 
 

@@ -95,7 +95,7 @@ class Computing:
         if it.source is not None:
             await self._work.run_in_thread(it.find_pieces)
         while self._work.late and self.share.last is None:
-            await self._look_on()
+            await self._wait_idle()
         if self.share.last is None:
             await self._watched(partial(_compute_async if it.value_is_async else _compute, self, outs))
             if not self.left:
@@ -103,7 +103,7 @@ class Computing:
         await self._watched(partial(_end_async if it.value_is_async else _end, self, outs))
         self.share.results.clear()  # the late call refers to this
 
-    async def _look_on(self) -> None:
+    async def _wait_idle(self) -> None:
         """Waits, without computing, for the end of all pieces, or of a late call of this task."""
         asked = reply_future(self.ask(idle=True))
         waits: list[asyncio.Future[Any]] = [asked, *self._work.late]
@@ -209,7 +209,7 @@ def _compute(of: Computing, outs: Outputs) -> None:
             elif of.asked is None and share.wants_to_ask(of.clock()):
                 of.asked = of.ask()
             if share.todo:
-                _one(of, share.todo.popleft())
+                _compute_piece(of, share.todo.popleft())
                 if of.left:
                     return
         of.at = None
@@ -227,14 +227,14 @@ async def _compute_async(of: Computing, outs: Outputs) -> None:
             elif of.asked is None and share.wants_to_ask(of.clock()):
                 of.asked = of.ask()
             if share.todo:
-                await _one_async(of, share.todo.popleft())
+                await _compute_piece_async(of, share.todo.popleft())
                 if of.left:
                     return
         of.at = None
     await _end_async(of, outs)
 
 
-def _one(of: Computing, todo: Todo) -> None:
+def _compute_piece(of: Computing, todo: Todo) -> None:
     """Computes one piece, without the lock, and notes its result, unless the epoch went on without the call."""
     began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
     result: Result | str
@@ -250,8 +250,8 @@ def _one(of: Computing, todo: Todo) -> None:
         of.note(todo, result, of.clock() - began, epoch)
 
 
-async def _one_async(of: Computing, todo: Todo) -> None:
-    """As `_one`, if `value` is an `async def`."""
+async def _compute_piece_async(of: Computing, todo: Todo) -> None:
+    """As `_compute_piece`, if `value` is an `async def`."""
     began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
     result: Result | str
     of.at = todo
@@ -269,7 +269,7 @@ async def _one_async(of: Computing, todo: Todo) -> None:
 def _value(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
     """Calls the user's `value` with a piece, and returns the result."""
     given, rows = _content(it, epoch, todo)
-    return result_of(it.value(epoch, given), rows, epoch, _what(it, todo))
+    return result_of(it.value(epoch, given), rows, epoch, _name_result(it, todo))
 
 
 async def _value_async(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
@@ -280,10 +280,10 @@ async def _value_async(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
     else:
         await epoch._work.run_in_thread(lambda: found.append(_content(it, epoch, todo)))
     ((given, rows),) = found
-    return result_of(await it.value(epoch, given), rows, epoch, _what(it, todo))
+    return result_of(await it.value(epoch, given), rows, epoch, _name_result(it, todo))
 
 
-def _what(it: MapOf, todo: Todo) -> str:
+def _name_result(it: MapOf, todo: Todo) -> str:
     """Names the result of a piece, for messages."""
     return f"the result of piece {todo.piece} of {it.queue or it.tag!r}"
 

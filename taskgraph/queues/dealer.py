@@ -67,7 +67,7 @@ class Dealer:
 
     def answer(self, task: int, term: int, ask: Mapping[str, Any], now: float) -> dict[str, Any] | None:
         """Returns the answer to an ask; None: there is nothing to do yet, ask again after a change."""
-        self._meet(task, term)
+        self._note_term(task, term)
         if not ask["whole"] and ask["known"] != self._term:
             return {"term": self._term, "again": True}
         self._take_finished(task, ask["finished"], now)
@@ -101,7 +101,7 @@ class Dealer:
         """Returns the pieces that take too long, the longest first."""
         return [Slow(*self._plan.pieces[one.piece], f"task {one.holder}", one.seconds) for one in self.ledger.slow(now)]
 
-    def _meet(self, task: int, term: int) -> None:
+    def _note_term(self, task: int, term: int) -> None:
         """Notes the term of a task that asks. If it is a new one, opens the pieces of the predecessor, which died."""
         known = self._terms.get(task)
         self._terms[task] = term

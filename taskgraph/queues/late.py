@@ -64,6 +64,7 @@ class PieceWork:
 
     @property
     def _work(self) -> Work:
+        """The attempt. Raises AttemptEnded if it is closed."""
         work = self._open
         if work is None:
             raise AttemptEnded(late=True)

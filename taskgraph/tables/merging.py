@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from taskgraph.errors import TableError
 from taskgraph.tables.rows import Ids, hash_ids
 
-__all__ = ["as_gradients", "as_ids", "server_of", "summed"]
+__all__ = ["as_gradients", "as_ids", "server_of", "sum_by_id"]
 
 
 def as_ids(ids: Any, what: str, rows: int | None = None) -> Ids:
@@ -82,7 +82,7 @@ def server_of(ids: Ids, servers: int) -> Ids:
     return (hash_ids(ids) % np.uint64(servers)).astype(np.int64)
 
 
-def summed(ids: Ids, gradients: NDArray[Any]) -> tuple[Ids, NDArray[Any]]:
+def sum_by_id(ids: Ids, gradients: NDArray[Any]) -> tuple[Ids, NDArray[Any]]:
     """Adds up the gradients of each id, one after another in the order given, beginning with zero.
 
     Args:

@@ -9,10 +9,10 @@ import numpy as np
 
 from taskgraph.tables.store import Store, select, store_of
 
-__all__ = ["moved"]
+__all__ = ["move_rows"]
 
 
-def moved(states: Sequence[dict[str, Any]], servers: int) -> list[dict[str, Any]]:
+def move_rows(states: Sequence[dict[str, Any]], servers: int) -> list[dict[str, Any]]:
     """Returns the states of `servers` servers with the rows of all given ones.
 
     Args:

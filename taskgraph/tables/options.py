@@ -122,9 +122,9 @@ class TableOptions:
             TableError: wrong ids.
         """
         found = as_ids(ids, f"table {name!r}, first_rows", self.rows)
-        return self.made(found, table_seed(seed, name))
+        return self.make_rows(found, table_seed(seed, name))
 
-    def made(self, ids: Ids, seed: int) -> NDArray[Any]:
+    def make_rows(self, ids: Ids, seed: int) -> NDArray[Any]:
         """Makes first rows, as `first_rows`, from the table's own seed."""
         return first_rows(ids, self.width, seed=seed, init=self.init, scale=self.scale, dtype=self.numpy_dtype)
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.tables.layout import Layout, block_of
-from taskgraph.tables.merging import server_of, summed
+from taskgraph.tables.merging import server_of, sum_by_id
 from taskgraph.tables.options import TableOptions
 from taskgraph.tables.rows import Ids
 
@@ -103,7 +103,7 @@ class Store:
         """
         if not len(ids):
             return
-        unique, sums = summed(ids, gradients)
+        unique, sums = sum_by_id(ids, gradients)
         before = self._gather(unique, ("rows", *self.table.rule.slots))
         rows, slots = self.table.rule.change(before["rows"], before, sums, lr)
         self._append({"ids": unique, "rows": rows, **slots})
@@ -153,7 +153,7 @@ class Store:
         new = np.flatnonzero(~known)
         if len(new):
             first = {
-                "rows": table.made(ids[new], self.seed),
+                "rows": table.make_rows(ids[new], self.seed),
                 **table.rule.first_slots(len(new), table.width, table.numpy_dtype),
             }
             for name in names:

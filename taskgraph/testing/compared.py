@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from taskgraph.elastic_jobs.adding import chained
+from taskgraph.elastic_jobs.adding import chain_digest
 from taskgraph.elastic_jobs.parts import Part, Place
 from taskgraph.elastic_jobs.state import digests
 from taskgraph.errors import StateError, StepError
@@ -52,7 +52,7 @@ class Record:
         self.steps = 0
 
     def part(self, place: Place, part: Part, sums: Sums) -> None:
-        self.parts[place.step, place.round, part.number] = chained(b"", sums)
+        self.parts[place.step, place.round, part.number] = chain_digest(b"", sums)
         self.steps = place.step + 1
 
 
@@ -125,7 +125,7 @@ class Comparison:
         key = place.step, place.round, part.number
         if key not in self._record.parts:
             return  # it has more steps or rounds: said when its total is there
-        if self._record.parts[key] != chained(b"", sums):
+        if self._record.parts[key] != chain_digest(b"", sums):
             raise StateError(
                 f"part {part.number} of step {place.step} is not the same on {self._who} as in a run of one worker, "
                 f"from an equal state\n{self._why}"

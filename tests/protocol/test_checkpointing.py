@@ -86,13 +86,13 @@ def test_complete_with_all_files_of_a_boundary(world: World) -> None:
     collected, view = CheckpointCollector(2), world.view()
     collected.note_file(written(6, 0))
     collected.note_file(written(3, 1))
-    assert collected.complete(view) is None
+    assert collected.find_complete(view) is None
     collected.note_file(written(3, 0))
-    assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
+    assert collected.find_complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
     collected.note_file(written(6, 1))
-    assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
+    assert collected.find_complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
     advance(world, record(6))
-    assert collected.complete(world.view()) is None
+    assert collected.find_complete(world.view()) is None
 
 
 def test_newest_complete_boundary_is_taken(world: World) -> None:
@@ -101,32 +101,32 @@ def test_newest_complete_boundary_is_taken(world: World) -> None:
     for epoch in (3, 4, 5):
         for task in (0, 1):
             collected.note_file(written(epoch, task))
-    assert collected.complete(world.view()) == (Stamp(1, 5), (written(5, 0), written(5, 1)))
+    assert collected.find_complete(world.view()) == (Stamp(1, 5), (written(5, 0), written(5, 1)))
     advance(world, record(5))
-    assert collected.complete(world.view()) is None and collected.give_up(world.view()) == {}, "nothing failed"
+    assert collected.find_complete(world.view()) is None and collected.give_up(world.view()) == {}, "nothing failed"
 
 
 def test_files_of_two_attempts_make_no_checkpoint(world: World) -> None:
     collected = CheckpointCollector(2)
     collected.note_file(written(6, 0, attempt=1))
     collected.note_file(written(6, 1, attempt=2))
-    assert collected.complete(world.view()) is None
+    assert collected.find_complete(world.view()) is None
 
 
 def test_boundary_waits_until_read_as_committed(world: World) -> None:
     collected = CheckpointCollector(2)
     for task in (0, 1):
         collected.note_file(written(7, task))
-    assert collected.complete(world.view()) is None
+    assert collected.find_complete(world.view()) is None
     world.commit()
-    assert collected.complete(world.view()) is not None
+    assert collected.find_complete(world.view()) is not None
 
 
 def test_late_reports_are_bounded(world: World) -> None:
     collected = CheckpointCollector(2)
     for epoch in range(1000):
         collected.note_file(written(epoch, 0))
-        collected.complete(world.view())
+        collected.find_complete(world.view())
     assert len(collected._files) <= 16
 
 
@@ -139,7 +139,7 @@ def test_reports_without_complete_are_bounded(world: World) -> None:
         for task in (0, 1):
             collected.note_file(written(epoch, task))
     assert len(collected._files) <= 32
-    found = collected.complete(world.view())
+    found = collected.find_complete(world.view())
     assert found is not None and found[0].epoch > 990
 
 
@@ -160,11 +160,11 @@ def test_late_and_early_reports_make_a_checkpoint(world: World) -> None:
     view = world.view()
     for epoch in range(1, 101):
         collected.note_file(written(epoch, 0))
-        assert collected.complete(view) is None and collected.give_up(view) == {}
+        assert collected.find_complete(view) is None and collected.give_up(view) == {}
     for epoch in (7, 16, 31, 32, 48):
         collected.note_file(written(epoch, 1))
     assert collected.give_up(view) == {}, "none of them failed, and they go with the one that is whole"
-    assert collected.complete(view) == (Stamp(1, 48), (written(48, 0), written(48, 1)))
+    assert collected.find_complete(view) == (Stamp(1, 48), (written(48, 0), written(48, 1)))
     advance(world, record(48))
     collected.note_file(written(51, 1))
     assert collected.give_up(world.view()) == {}, "both wrote that, and another leader may find it whole"
@@ -186,12 +186,12 @@ def test_failed_write_gives_the_boundary_up(world: World) -> None:
     assert collected.give_up(view) == {}
     for task in (0, 1):  # by a primary before, that is a zombie
         collected.note_file(written(3, task))
-    assert collected.complete(view) is None
+    assert collected.find_complete(view) is None
     assert collected.give_up(view) == {Stamp(1, 3): 1}, "there is something to remove again"
     for task in (0, 1):
         collected.note_file(written(6, task))
     assert collected.give_up(view) == {}
-    assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
+    assert collected.find_complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
 
 
 def test_file_of_a_successor_counts(world: World) -> None:
@@ -200,7 +200,7 @@ def test_file_of_a_successor_counts(world: World) -> None:
     collected.note_file(unwritten(3, 1))
     collected.note_file(written(3, 1))
     assert collected.give_up(world.view()) == {}
-    assert collected.complete(world.view()) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
+    assert collected.find_complete(world.view()) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
 
 
 def test_skipped_boundary_is_given_up(world: World) -> None:
@@ -211,7 +211,7 @@ def test_skipped_boundary_is_given_up(world: World) -> None:
     assert collected.give_up(view) == {}
     collected.note_file(written(6, 1))
     assert collected.give_up(view) == {}, "it goes with the other, which is whole"
-    assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
+    assert collected.find_complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
 
 
 def test_incomplete_boundary_is_given_up(world: World) -> None:
@@ -231,7 +231,7 @@ def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     for task in (0, 1):
         after.term_began(task, Stamp(1, 6))  # and their primaries wrote what these could not
         after.note_file(written(6, task))
-    assert after.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
+    assert after.find_complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
     assert collected.give_up(view) == {}
     world.commit()
     assert collected.give_up(world.view()) == {Stamp(1, 6): 1}
@@ -239,7 +239,7 @@ def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     late.term_began(0, Stamp(1, 7))
     for task in (0, 1):
         late.note_file(written(6, task))
-    assert late.complete(world.view()) is None, "so it is nothing to leaders after it"
+    assert late.find_complete(world.view()) is None, "so it is nothing to leaders after it"
 
 
 def test_complete_boundary_is_not_given_up(world: World) -> None:
@@ -250,7 +250,7 @@ def test_complete_boundary_is_not_given_up(world: World) -> None:
         collected.note_file(unwritten(5, task))
     collected.note_file(unwritten(3, 1))  # by another primary of the same task: the file is there
     assert collected.give_up(view) == {Stamp(1, 5): 0}
-    assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
+    assert collected.find_complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
 
 
 def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
@@ -266,7 +266,7 @@ def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
     )
     assert collected.blocking_task(view, Stamp(2, 3)) is None, "of after a roll-back"
     collected.note_file(written(3, 0))  # by the primary before, which is a zombie: its files are gone by now
-    assert collected.complete(view) is None and collected.give_up(view) == {}
+    assert collected.find_complete(view) is None and collected.give_up(view) == {}
 
 
 def test_report_before_a_new_primary_counts(world: World) -> None:
@@ -275,7 +275,7 @@ def test_report_before_a_new_primary_counts(world: World) -> None:
     collected.term_began(1, Stamp(1, 6))
     assert collected.blocking_task(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
     collected.note_file(written(3, 0))
-    assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
+    assert collected.find_complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
     collected.note_file(unwritten(4, 1))
     assert collected.blocking_task(view, Stamp(1, 4)) == 1
 
@@ -286,12 +286,12 @@ def test_complete_boundary_survives_many_reports(world: World) -> None:
     for task in (0, 1):
         collected.note_file(written(3, task))
     collected.term_began(1, Stamp(1, 6))
-    whole = collected.complete(view)
+    whole = collected.find_complete(view)
     assert whole is not None and whole[0] == Stamp(1, 3)
     for epoch in range(4, 100):
         collected.note_file(written(epoch, 0))
     assert collected.blocking_task(view, Stamp(1, 3)) is None
-    assert collected.complete(view) is None, "that failed; it is known no more that it was whole"
+    assert collected.find_complete(view) is None, "that failed; it is known no more that it was whole"
     assert collected.blocking_task(view, Stamp(1, 3)) == 1
 
 
@@ -322,7 +322,7 @@ def test_files_of_undone_epochs_do_not_count(world: World) -> None:
     assert world.run(back(world, record(3))).succeeded
     assert not is_open(world.view(), Stamp(1, 6))
     assert is_open(world.view(), Stamp(2, 6))
-    assert collected.complete(world.view()) is None
+    assert collected.find_complete(world.view()) is None
 
 
 # -- the pointer --------------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def test_all_boundaries_of_a_commit_are_found() -> None:
 def test_seal_counts_for_one_epoch(world: World) -> None:
     leader = told(led(), done(0, 0), done(1, 0, done=False, version=2))
     assert decide(leader, world) == SealTasks(((1, 2),))
-    leader.sealed(1, 1, 2)
+    leader.note_sealed(1, 1, 2)
     world.commit()
     leader.begin(at(1))
     told(leader, done(0, 1), done(1, 1, done=False, version=2))

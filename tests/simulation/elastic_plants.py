@@ -339,7 +339,7 @@ def a_checkpoint_has_a_state_that_is_not_stable(patch: pytest.MonkeyPatch) -> No
                 awaited.set_result(copy)
         gave(self, copy)
 
-    _changed(patch, UserCall, "_given", given)
+    _changed(patch, UserCall, "_keep_copy", given)
 
 
 @plant

@@ -81,7 +81,7 @@ class Checkpointer:
                     # An earlier leader may have died between pointer and last manifest; or the disk was full.
                     await self._finish(view.checkpoint.record)
                 await self._give_up()
-                ready = self._collected.complete(self._node.keeper.view)
+                ready = self._collected.find_complete(self._node.keeper.view)
                 if ready is not None and not await self._complete(*ready):
                     await asyncio.sleep(_RETRY_S)
                     continue

@@ -440,7 +440,7 @@ class LeaderRole:
             self._node.log.debug("task %d is not sealed: %s", task, error)
             return
         if isinstance(reply, Accepted) and reply.term == term:
-            self._leader.sealed(task, term, version)
+            self._leader.note_sealed(task, term, version)
 
     async def _restart(self, why: str) -> None:
         """Writes a restart of the epoch, and emits it; if etcd refuses it, reads the view again."""

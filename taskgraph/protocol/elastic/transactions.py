@@ -29,6 +29,7 @@ def propose(job: JobView, view: View, *, node: str, node_revision: int, writer: 
 
 
 def _put(job: JobView, record: WorkersRecord, node: str, node_revision: int) -> Txn:
+    """Puts a view, fenced by the view before, the writer's own key and the run."""
     return Txn(
         compares=(
             Compare(job.keys.workers, job.workers.mod_revision if job.workers else 0),

@@ -208,7 +208,7 @@ class Worker:
             return False
         if view == self.number and self.phase == Phase.LACKING and position == self.position:
             assert self._outcome is not None
-            self._next()
+            self._advance()
             if self.position == self._outcome.position:
                 self._begin_work()
         return True
@@ -220,14 +220,14 @@ class Worker:
             self.position = position
             self._round = Round(self._me)  # user code may have begun the earlier one
 
-    def _next(self) -> None:
+    def _advance(self) -> None:
         """Moves on to the next position, since this worker holds the total of the one at work."""
         self.position += 1
         self._round = Round(self._me, self._round.parts)
         early, self._early = self._early, []
         for worker, contribution in early:
             self._receive(worker, contribution)
-        self._knows(self._me, self.position)
+        self._note_position(self._me, self.position)
 
     def holds(self, worker: str, view: int, position: int) -> bool:
         """Takes the message that a worker of the view holds all totals below a position. Returns False if it is of a
@@ -235,10 +235,10 @@ class Worker:
         if view > self.number:
             return False
         if view == self.number and self.phase != Phase.OUTSIDE:
-            self._knows(worker, position, at_work=True)
+            self._note_position(worker, position, at_work=True)
         return True
 
-    def _knows(self, worker: str, position: int, at_work: bool = False) -> None:
+    def _note_position(self, worker: str, position: int, at_work: bool = False) -> None:
         """Notes that a worker holds the totals below a position; `at_work`: it also has all reports of the view."""
         self._stability.note_position(worker, position)
         begins_work = at_work and self._stability.note_working(worker)
@@ -315,7 +315,7 @@ class Worker:
             return False
         if contribution.view == self.number and self.phase != Phase.OUTSIDE:
             self._receive(worker, contribution)
-            self._knows(worker, contribution.position, at_work=True)
+            self._note_position(worker, contribution.position, at_work=True)
             self._complete()
         return True
 
@@ -327,7 +327,7 @@ class Worker:
             self._round.exchange.receive(worker, contribution)
 
     def _complete(self) -> None:
-        """Completes the position at work if all workers of the view contributed all that they have to."""
+        """Acts on the contributions, once those of all workers are there: usually completes the position at work."""
         if self.phase != Phase.WORKING:
             return
         assert self.view is not None
@@ -336,7 +336,7 @@ class Worker:
         if found is not None:
             self._actions.append(found)
         if isinstance(found, Complete):
-            self._next()
+            self._advance()
 
     def summed(self, view: int, position: int) -> None:
         """Notes that this worker has the total that the workers of a view have added up together."""

@@ -14,7 +14,7 @@ import taskgraph as tg
 from taskgraph.elastic_jobs.job import elastic
 from taskgraph.elastic_jobs.slices import Slices, encode_slices
 from taskgraph.graph.blocks import Block, block_behind
-from taskgraph.graph.sums import Sums, decode_sums, joined
+from taskgraph.graph.sums import Sums, decode_sums, join_slices
 
 
 @elastic
@@ -97,14 +97,14 @@ def test_shapes_that_differ_between_workers(least: int) -> None:
 def test_slices_of_any_size_are_joined_again(count: int) -> None:
     sums = Sums.of({"a": np.arange(5.0), "b": np.arange(1000, dtype=np.float32), "c": 3, "d": np.zeros(0)})
     whole = sums.without_arrays()
-    assert joined(whole, [sums.slice(i, count) for i in range(count)]).tree()["b"].tolist() == list(range(1000))
+    assert join_slices(whole, [sums.slice(i, count) for i in range(count)]).tree()["b"].tolist() == list(range(1000))
     workers = [f"n{i}" for i in range(count)]
     encoded = encode_slices([sums], workers, [*workers[1:], "n9"], lambda size: None)
     assert list(encoded) == [*workers[1:], "n9"]
     (bare,) = decode_sums(encoded["n9"])
     assert bare.arrays == () and bare.layout == sums.layout
     slices = [sums.slice(0, count), *(decode_sums(encoded[worker])[0] for worker in workers[1:])]
-    again = joined(whole, slices).tree()
+    again = join_slices(whole, slices).tree()
     assert again["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0] and again["c"] == 3
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taskgraph.elastic_jobs.hand import Finished, Hand, wanted
+from taskgraph.elastic_jobs.hand import Finished, Hand, wanted_length
 from taskgraph.elastic_jobs.tally import News, Tally, holder_of, share_of_round, worker_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.dealing import Ledger, Ticket
@@ -153,7 +153,7 @@ def test_an_earlier_runs_holders_are_lost() -> None:
 def test_a_queue_has_work_for_two_rounds(
     typical_s: float | None, running_s: float | None, count: int, expected: int
 ) -> None:
-    assert wanted(typical_s, running_s, count, 0.02) == expected
+    assert wanted_length(typical_s, running_s, count, 0.02) == expected
 
 
 @pytest.mark.parametrize(("piece_ms", "pieces"), [(20, 400), (1, 8000), (60, 150), (400, 60)])

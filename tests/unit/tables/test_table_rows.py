@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import taskgraph as tg
-from taskgraph.tables.merging import as_gradients, as_ids, server_of, summed
+from taskgraph.tables.merging import as_gradients, as_ids, server_of, sum_by_id
 from taskgraph.tables.optimizers import OPTIMIZERS
 from taskgraph.tables.rows import first_rows, table_seed
 from taskgraph.tables.store import Store, select
@@ -71,7 +71,7 @@ def test_sums_are_made_in_the_order_given() -> None:
     rng = np.random.default_rng(1)
     ids = rng.integers(-4, 5, 200)
     gradients = rng.normal(size=(200, 3)).astype(np.float32)
-    unique, sums = summed(ids, gradients)
+    unique, sums = sum_by_id(ids, gradients)
     assert unique.tolist() == sorted(set(ids.tolist()))
     for one, total in zip(unique, sums, strict=True):
         expected = np.zeros(3, np.float32)

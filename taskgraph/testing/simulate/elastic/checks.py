@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from taskgraph.elastic_jobs.adding import Total, chained
+from taskgraph.elastic_jobs.adding import Total, chain_digest
 from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.worker import Phase
@@ -162,7 +162,7 @@ class Checks:
         self.out = {at: digest for at, digest in self.out.items() if at < position}
 
     def _note(self, node: ElasticNode, position: int, total: Sums) -> None:
-        self._held.setdefault(node.id, {})[position] = chained(b"", total)
+        self._held.setdefault(node.id, {})[position] = chain_digest(b"", total)
 
     def _check_stable(self, node: ElasticNode, position: int) -> None:
         held = self._held.get(node.id, {})
