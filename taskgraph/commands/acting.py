@@ -59,12 +59,14 @@ _HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
 
 
 async def _view(reached: FoundJob) -> JobView:
+    """Reads the job's view from etcd, once."""
     keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
     await keeper.load()
     return keeper.view
 
 
 def _check_running(reached: FoundJob, view: JobView) -> None:
+    """Raises UnknownJob if the job has ended."""
     if not view.running:
         how = ended_text(view.status.record.state if view.status else "deleted")
         raise UnknownJob(f"job {reached.name!r} has ended ({how}): see {see_text(reached.name)}")
@@ -288,6 +290,7 @@ def _contradiction(
 
 
 def _node_named(view: JobView, name: str) -> str:
+    """Returns the id of the node with this name or id. Raises JobError unless there is exactly one."""
     found = [node for node, v in view.nodes.items() if name in (node, v.record.name)]
     if len(found) == 1:
         return found[0]
@@ -362,6 +365,7 @@ async def shutdown(options: argparse.Namespace) -> int:
 
 
 async def _cancel(options: argparse.Namespace) -> None:
+    """Ends the job in etcd, and prints whether it had ended before."""
     async with reach(options) as reached:
         options.job = reached.name
         follower = Follower(reached.coordinator, reached.spec, b"")

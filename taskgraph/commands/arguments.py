@@ -111,6 +111,7 @@ class _Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def _suggestion(self, words: Sequence[str]) -> str:
+        """Returns a hint on the first of the unknown words that is like an option; "": none is."""
         for word in words:
             if "=" in word and not word.startswith("-") and "-o" in self._option_string_actions:
                 return f" (an option of the job is set with -o {word})"
@@ -123,6 +124,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _no_command(word: str) -> str:
+    """Returns the message for a word that is no command, with what may have been meant."""
     known = [name for group in COMMANDS.values() for name in group]
     if near := _close(word, known):
         return f"no command {word!r}; did you mean {near}?"
@@ -206,6 +208,7 @@ class _Connection(argparse._StoreAction):
 
 
 def _grouped_help() -> str:
+    """Returns the help of the whole program: all commands, by group."""
     lines = ["Run and watch taskgraph jobs."]
     for group, commands in COMMANDS.items():
         lines += ["", f"{group}:", *(f"  {name:<9} {_HELP[name]}" for name in commands)]

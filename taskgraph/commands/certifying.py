@@ -125,6 +125,7 @@ def _own_names() -> list[str]:
 
 
 def _end(ca: trustme.CA) -> datetime.datetime:
+    """Returns when an authority's certificate ends."""
     pem = ca.cert_pem.bytes()
     found, _ = validities(pem, pem)
     assert found is not None, "trustme wrote it, or read it"
@@ -132,6 +133,7 @@ def _end(ca: trustme.CA) -> datetime.datetime:
 
 
 def _read_authority(folder: Path) -> trustme.CA:
+    """Reads an authority that was made here. Raises JobError if its files are damaged, or do not fit."""
     cert, key = (folder / CA).read_bytes(), (folder / CA_KEY).read_bytes()
     try:
         ca = trustme.CA.from_pem(cert, key)

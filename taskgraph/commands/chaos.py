@@ -49,6 +49,7 @@ def chaos(options: argparse.Namespace) -> int:
 
 
 async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int) -> int:
+    """Connects to the job, checks that it has a node to hit, and causes faults."""
     async with reach(options) as reached:
         reached.spec.check_protocol()
         run = _Chaos(reached, random.Random(seed), kinds, mtbf_s=options.mtbf, lossy=options.lossy)
@@ -65,6 +66,7 @@ async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int)
 
 
 def _workers(view: JobView) -> list[str]:
+    """Returns the workers of the view of an elastic job."""
     return [] if view.workers is None else [worker for worker, _ in view.workers.record.workers]
 
 
@@ -141,6 +143,7 @@ class _Chaos:
         return 1 if state == State.FAILED else 0
 
     async def _ended(self) -> None:
+        """Returns when the job has ended, and its last events were shown."""
         await self.keeper.wait_until(lambda view: not view.running)
         await asyncio.sleep(_LAST_EVENT_S)  # so that the last events are shown
 
@@ -200,11 +203,13 @@ class _Chaos:
 
     @property
     def _why_spared(self) -> str:
+        """Why no node can be hit at the moment."""
         if self._view.workers is not None:
             return "only one worker is well"
         return "every node has the only replica of some task"
 
     def _roles(self, fault: Fault) -> str:
+        """Describes what the node of a fault does for the job, and how long it is stopped."""
         replicas = [task for task in sorted(self._view.primaries) if fault.node in self._view.in_sync(task)]
         first = [task for task in replicas if self._view.primary_node(task) == fault.node]
         words = [
@@ -217,6 +222,7 @@ class _Chaos:
         return (" and ".join(words) or "which has no task") + (f", for {fault.lasts_s:.1f} s" * bool(fault.lasts_s))
 
     async def _wake(self, fault: Fault) -> None:
+        """Wakes a stopped node after its time. Once it is registered, it may be hit again."""
         await asyncio.sleep(fault.lasts_s)
         self._thaw(fault.node)
         self._say(f"SIGCONT to {name_of(fault.node)}")
@@ -225,6 +231,7 @@ class _Chaos:
         self._unwell.discard(fault.node)
 
     def _thaw(self, *nodes: str) -> None:
+        """Sends SIGCONT to stopped nodes."""
         for node in nodes:
             acting.signal_process(self._stopped.pop(node), signal.SIGCONT)
 
@@ -239,4 +246,5 @@ class _Chaos:
         self._say(f"epoch {epoch + 1} committed {time.monotonic() - began:.2f} s after the fault")
 
     def _say(self, text: str) -> None:
+        """Prints a text as an event of `chaos`."""
         print_event(Event(time.time(), "chaos", "fault", text), as_json=False)

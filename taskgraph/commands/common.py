@@ -104,6 +104,7 @@ def node_tls_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def etcd_of(options: argparse.Namespace) -> str | None:
+    """Returns the etcd that the options, the environment or `taskgraph.toml` name; None: none."""
     return options.etcd or configured("etcd")
 
 
@@ -119,6 +120,7 @@ def access_words(options: argparse.Namespace) -> str:
 
 
 def _token_path(options: argparse.Namespace) -> Path | None:
+    """Returns the token file that the options, the environment or `taskgraph.toml` name; None: none."""
     path = options.token_file or configured("token_file")
     return Path(path) if path else None
 
@@ -130,6 +132,7 @@ def token_of(options: argparse.Namespace) -> str | None:
 
 
 def _read_token(path: Path) -> str:
+    """Returns the token, hex, in a file. Raises JobError if there is none."""
     try:
         text = path.read_text().strip()
         token = bytes.fromhex(text)
@@ -304,6 +307,7 @@ class NotSubmitted(UnknownJob):
 
 
 def _submitted_later(name: str) -> str:
+    """Returns what to add to a message if a launcher is to submit the job; "": none is."""
     from taskgraph.clusters.placed import is_enclosed
 
     return f": its launcher submits it: `taskgraph logs {name} --node launcher`" if is_enclosed(name) else ""
@@ -335,6 +339,7 @@ def _ended_here(runtime: Runtime, name: str) -> str:
 
 
 def _has_ended_text(name: str, kept: KeptJob) -> str:
+    """Returns the message that a job has ended, and what shows more."""
     return f"job {name!r} has ended ({ended_text(kept.state)}): see {see_text(name)}"
 
 
@@ -393,6 +398,7 @@ def _none_text(runtime: Runtime) -> str:
 
 
 def _killed_text(runtime: Runtime, entry: JobEntry) -> str:
+    """Returns the message that the launcher of a job was killed, and what may be left."""
     logs = runtime.left_logs(entry.name)
     return (
         f"the launcher of job {entry.name!r} (process {entry.pid}) was killed"
@@ -472,6 +478,7 @@ def drop_terminal() -> None:
 
 
 def see_text(name: str) -> str:
+    """Returns the commands that show more of a job."""
     return f"`taskgraph status {name}`, `taskgraph events {name}`"
 
 

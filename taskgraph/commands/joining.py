@@ -108,6 +108,7 @@ def _is_driver(text: str) -> bool:
 
 
 async def _launch(options: argparse.Namespace) -> int:
+    """Starts nodes for a submitted job, waits until the job ends or they have left, and returns the exit code."""
     listening = listening_of(options, options.nodes)
     async with reach(options) as reached:
         token = reached.entry.token

@@ -78,6 +78,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 async def _status(options: argparse.Namespace) -> int:
+    """Prints the status once, or with --watch until the job ends."""
     async with reach(options) as reached:
         shown = _tasks_of(options, reached.spec.tasks)
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
@@ -149,6 +150,7 @@ def _tasks_of(options: argparse.Namespace, tasks: int) -> Sequence[int]:
 async def _picture(
     reached: FoundJob, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError], etcd_s: float
 ) -> StatusData:
+    """Collects what `taskgraph status` shows."""
     spec, logs = reached.spec, Runtime().logs(reached.name)
     leader = next((node for node, said in statuses.items() if isinstance(said, NodeStatus) and said.leader), None)
     commits: list[Event] = []
@@ -182,6 +184,7 @@ async def _picture(
 
 
 def _nobody(reached: FoundJob, view: JobView) -> str:
+    """Returns what to say if no node is registered."""
     spec, known = reached.spec, known_at(reached.name, reached.entry.etcd, reached.spec.run)
     is_known = known is not None or find_placed(reached.name) is not None
     return no_node_text(
@@ -216,6 +219,7 @@ def _ended_here(entry: JobEntry) -> KeptJob | None:
 
 
 def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
+    """Prints the status of an ended job, of which this host kept the record."""
     found = kept.parsed_result if kept.result else None
     if as_json:
         print(json.dumps(kept_json(name, kept.status, found, elastic=kept.elastic)))
@@ -226,6 +230,7 @@ def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
 
 
 def _warning(reached: FoundJob) -> str:
+    """Returns a warning if the version of etcd is one that can lose data; "": it is not."""
     from taskgraph.coordination.etcd import EtcdCoordinator
 
     etcd = reached.coordinator
@@ -245,6 +250,7 @@ def events(options: argparse.Namespace) -> int:
 
 
 async def _events(options: argparse.Namespace) -> int:
+    """Prints the events in etcd; with --follow also later ones, until the job ends."""
     async with reach(options) as reached:
         if not options.follow:
             for event in await kept_events(reached.coordinator, reached.name):
@@ -285,6 +291,7 @@ async def _follow(reached: FoundJob, printed: deque[Event], *, as_json: bool) ->
 
 
 def print_event(event: Event, *, as_json: bool) -> None:
+    """Prints an event: a line for people, or a line of JSON."""
     if as_json:
         print(event.to_bytes().decode(), flush=True)
         return
@@ -317,6 +324,7 @@ def print_values(found: dict[str, Any], *, as_json: bool) -> None:
 
 
 async def _result(options: argparse.Namespace) -> int:
+    """Prints the result of an ended job that etcd or the job's nodes keep."""
     async with reach(options) as reached:
         kept = await find_kept(reached.coordinator, reached.name)
         if kept is None:
@@ -362,4 +370,5 @@ async def _collect_and_print(reached: FoundJob, *, as_json: bool) -> None:
 
 
 def _still_running(name: str) -> JobError:
+    """Returns the error for a job that has no result yet."""
     return JobError(f"job {name!r} is still running: `taskgraph status {name}`")

@@ -85,6 +85,7 @@ def _in_order(results: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
 
 
 def _function(text: str) -> Callable[[Any], Any]:
+    """Imports the named function. Raises JobError if there is none."""
     location, colon, name = text.rpartition(":")
     if not colon or not all(part.isidentifier() for part in name.split(".")):
         raise JobError(f"{text}: name a function, as MODULE:FUNCTION or FILE.py:FUNCTION")
@@ -105,6 +106,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _pieces(options: argparse.Namespace) -> list[str]:
+    """Returns the pieces: the lines of a file, or the files that match. Raises JobError."""
     if options.files is not None:
         found = sorted({path for pattern in options.files for path in glob.glob(pattern, recursive=True)})
         files = [path for path in found if Path(path).is_file()]

@@ -59,6 +59,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
 
 
 def _request(options: argparse.Namespace, job: Job, token: str) -> Request:
+    """Returns what the launcher is asked for. Raises JobError if the options do not fit."""
     if options.nodes is not None and options.nodes < 1:
         raise JobError(f"--nodes {options.nodes}: at least 1")
     if options.extra_nodes < 0:

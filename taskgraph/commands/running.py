@@ -73,11 +73,13 @@ class _Run:
         self._interrupted = False
 
     def _on_event(self, event: Event) -> None:
+        """Shows an event, and notes that the job has finished."""
         if event.kind == State.FINISHED:
             self._saw_finish = True
         self._shown.event(event)
 
     def _on_start(self, follower: Collector, nodes: LocalNodes) -> None:
+        """Notes what follows the job, and its nodes, once these are started."""
         self._shown.follow(follower.view)
         self._follower, self._nodes = follower, nodes
         self._logs = Runtime().kept_logs(self._job.name)
@@ -86,6 +88,7 @@ class _Run:
 
     @property
     def _finished(self) -> bool:
+        """True if the job has finished, as far as this command knows."""
         # With --nodes 0 there is no follower, only the event.
         return self._saw_finish or (self._follower is not None and self._follower.view.finished)
 
@@ -163,6 +166,7 @@ class _Run:
         return left + resume_hint + "".join(f"; {note}" for note in notes)
 
     def _new_line(self) -> None:
+        """Ends a line that tasks may have printed in this process, so that the JSON has a line of its own."""
         if self._options.json and self._options.nodes == 0:
             print()  # tasks may have printed an unfinished line
 
@@ -174,6 +178,7 @@ class _Run:
             print(json.dumps(kept_json(self._job.name, status_of(error), None, elastic=elastic)), flush=True)
 
     def _show(self, result: JobResult) -> None:
+        """Prints the result, and where the output of tasks is."""
         self._new_line()
         elastic, kept = self._job.elastic is not None, self._nodes is not None
         print_result(result, as_json=self._options.json, kept=kept, failures=self._shown.failures, elastic=elastic)

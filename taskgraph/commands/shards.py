@@ -25,6 +25,7 @@ def shards(options: argparse.Namespace) -> int:
 
 
 async def _shards(options: argparse.Namespace) -> int:
+    """Prints the queues once, or with --watch until the job ends."""
     async with reach(options) as reached:
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
         while True:

@@ -100,6 +100,7 @@ class _Companion:
         self._options = parser(words).parse_args(words)
 
     async def run(self, own_etcd: str | None) -> int:
+        """Submits the job, waits for its end, and ends the array. Returns the exit code, see `main`."""
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -178,6 +179,7 @@ class _Companion:
             log.exception("events of Slurm are not written")
 
     async def _report(self, follower: Follower, drain_s: float) -> None:
+        """Asks Slurm again and again, and writes an event for each element that went."""
         array, _, own = self._element.partition("_")
         # Another one of us may have ended with its machine: then this element changed its place unseen.
         again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
@@ -226,6 +228,7 @@ class _Companion:
             log.warning("elements of the array may be left: %s", error)
 
     async def _are_gone(self, arrays: Sequence[int], stopped: asyncio.Event) -> bool:
+        """Waits for a while until no other element is left. True: none is, or this one is to stop."""
         for _ in range(round(_LEAVE_S / _LOOK_S)):
             if stopped.is_set() or not [each for each in await queue(arrays) if each.name != self._element]:
                 return True

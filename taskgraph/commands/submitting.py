@@ -124,12 +124,14 @@ async def _put(options: argparse.Namespace, etcd: str, spec: JobSpec) -> bool:
 
 
 async def _was_submitted(coordinator: Coordinator, spec: JobSpec) -> bool:
+    """True if the job in etcd is this very run."""
     keys = Keys(spec.name)
     found = await coordinator.get(keys.spec)
     return found is not None and decode_key(JobSpec.from_bytes, found, keys).run == spec.run
 
 
 async def _wait(options: argparse.Namespace, etcd: str, spec: JobSpec, token: NewToken) -> int:
+    """Follows the submitted job to its end. Returns the exit code."""
     from taskgraph.commands.waiting import wait_for
 
     async with opened(etcd, access_of(options)) as coordinator:

@@ -43,6 +43,7 @@ def trace(options: argparse.Namespace) -> int:
 
 
 async def _trace(options: argparse.Namespace, path: Path) -> int:
+    """Traces the job, writes the file, and prints a summary. Returns the exit code."""
     async with reach(options) as reached:
         reached.spec.check_protocol()
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
@@ -189,6 +190,7 @@ def missing_parts(tracer: Tracer, last: int) -> list[str]:
 
 
 def _summary(path: Path, about: dict[str, Any]) -> str:
+    """Returns the line that says what the file has."""
     nodes = about["nodes"]
     foreign = [node["clock_within_us"] for node in nodes if not node["shares_our_clock"]]
     clocks = f"clocks within {max(foreign):.0f} us of each other" if foreign else "all on one clock"

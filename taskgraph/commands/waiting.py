@@ -133,6 +133,7 @@ async def _say_without_nodes(follower: Collector, spec: JobSpec) -> None:
 
 
 async def _end_nodes(inside: Inside, job: str) -> None:
+    """Lets the launcher end what is left of the job's nodes. An error is only printed."""
     try:
         await inside.ended(job)
     except TaskGraphError as error:  # how the job ended counts for more
@@ -186,6 +187,7 @@ def _write_result(path: Path, result: JobResult) -> None:
 
 
 def _write(path: Path, json: str) -> None:
+    """Writes the values, as JSON, to a file or to standard output. Raises JobError."""
     if path == _OUTPUT:
         print(json, flush=True)
         return

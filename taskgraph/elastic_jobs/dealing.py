@@ -59,14 +59,14 @@ class Gifts(Protocol):
     def bound(self) -> int: ...
 
     def take(self, ticket: Ticket, *, counts: bool) -> Any:
-        """User code has finished a piece. Returns a value that travels; None: there is nothing. Called in its thread.
+        """Ends a piece, in user code's thread. Returns a value that travels; None: there is nothing.
 
         Args:
             counts: False: it raised.
         """
 
     def counted(self, ticket: Ticket, gift: Any) -> None:
-        """A piece counts, with what `take` gave. Called on the event loop of all workers, in the same order."""
+        """Applies what `take` gave, once the piece counts. Called on the loop of all workers, in the same order."""
 
 
 class Dealing:

@@ -27,7 +27,7 @@ def pytorch() -> ModuleType | None:
 
 @contextlib.contextmanager
 def library_threads(count: int) -> Iterator[None]:
-    """PyTorch and OpenBLAS compute with this number of threads meanwhile: their number decides the last bits.
+    """Makes PyTorch and OpenBLAS use this many threads in the block: their number decides the last bits.
 
     Nodes get it by their environment. With `nodes=0` the process may have loaded them with another one.
     """

@@ -308,6 +308,7 @@ class Part:
         return Sums.of(tree, collected, self._round.allocate)
 
     def _encoded(self) -> Encoded:
+        """Encodes what the part collected, with what it carries."""
         pytorch()
         whole = {**self.collected, CARRIED: self.carried} if self.carried else self.collected
         return encode(whole, what=f"part.collect of part {self.number}")

@@ -50,6 +50,7 @@ class _Store(dist.Store):  # type: ignore[misc]  # PyTorch is checked as untyped
             self._keys.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
+        """True if all keys are set."""
         return all(map(self._keys.has, keys))
 
 

@@ -54,7 +54,7 @@ class Serving:
         self._changed = changed
 
     def answer_now(self, peer: str, message: Call) -> Reply | None:
-        """Takes messages of a step and of a flush at once. None: await `__call__`."""
+        """Takes a message of a step or of a flush at once, and returns the reply; None: await `__call__`."""
         if type(message) not in _TO_ENGINE or not self._node.running:
             return None
         self._node.engine.receive(peer, message)
@@ -88,6 +88,7 @@ class Serving:
 
     @property
     def _closing(self) -> Refusal:
+        """The refusal of a node that ends."""
         return Refusal(Reason.CLOSING, "")
 
     def _totals_for(self, newcomer: str, message: FollowTotals) -> Reply:

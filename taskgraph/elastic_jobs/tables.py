@@ -124,7 +124,7 @@ class Tables:
         return pushes.packed() or None
 
     def counted(self, ticket: Ticket, gift: Packed | None) -> None:
-        """A piece counts: changes the rows that it pushed to."""
+        """Changes the rows that a piece pushed to, which counts now."""
         if gift is not None:
             self.apply([gift])
 

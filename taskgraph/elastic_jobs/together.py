@@ -212,7 +212,7 @@ class GroupSums:
             self._group = _Group(self._backend, number, rank, len(view.workers), self._host(), send)
 
     def _host(self) -> str:
-        """Returns an address of this host that other workers reach."""
+        """Returns an address of this host that other workers reach; without any, that of loopback."""
         addresses = (tcp_address(endpoint)[0] for endpoint in self._node.transport.endpoints)
         return next(filter(None, addresses), "127.0.0.1")
 

@@ -15,7 +15,8 @@ __all__ = ["Watch"]
 
 
 class Watch(Protocol):
-    """Watches one call of the user's function. What does not fit raises an error there."""
+    """Watches one call of the user's function: a method is called when what it says happens. What does not fit raises
+    there."""
 
     def copied(self, step: int) -> None:
         """User code begins with a copied state, before this step."""
@@ -30,7 +31,7 @@ class Watch(Protocol):
         """Yields parts for user code to compute before this part, which count nowhere."""
 
     def tried(self, part: Part, sums: Sums) -> None:
-        """User code has computed such a part."""
+        """Takes the sums of a part that `trials` yielded."""
 
     def part(self, place: Place, part: Part) -> None:
         """User code is about to compute a part; it may have to wait here."""

@@ -372,6 +372,7 @@ class Composition:
                 self._append(processor, declaration)
 
     def _append(self, processor: Processor, declaration: Declaration | None) -> None:
+        """Adds a processor to the graph, in its order."""
         self._by_name[processor.name] = processor
         if declaration is not None:
             self._declarations.append(declaration)

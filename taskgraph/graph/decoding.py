@@ -247,6 +247,7 @@ class Reader:
             raise DecodeError(f"not an array of shape {shape} and dtype {dtype}: {error}") from error
 
     def _check_bounds(self, data: Any, at: int, dtype: np.dtype[Any], nbytes: int) -> None:
+        """Raises DecodeError if an array's bytes do not lie within the memory that has them."""
         if dtype.subdtype is not None:
             raise DecodeError("an array of arrays: its shape says so, not its dtype")
         size = self._end if type(data) is bytes else data.nbytes

@@ -97,6 +97,7 @@ def block_digests(buffer: memoryview | Source) -> bytes:
 
 
 def _digest_blocks_in_threads(whole: xxhash.xxh3_128, buffers: Sequence[memoryview | Source]) -> None:
+    """Adds the digests of all blocks, which threads share, to the whole digest."""
     blocks = [(buffer, begin) for buffer in buffers for begin in range(0, buffer.nbytes, BLOCK_BYTES)]
     digests = [b""] * len(blocks)
 

@@ -222,6 +222,7 @@ def _build_record(record: _Record, depth: int) -> np.dtype[Any]:
 
 
 def _check_itemsize(made: np.dtype[Any], itemsize: int) -> np.dtype[Any]:
+    """Returns the dtype. Raises DecodeError if its elements have another size."""
     if made.itemsize != itemsize:
         raise DecodeError(f"a dtype of {made.itemsize} bytes that announces {itemsize}")
     return made

@@ -89,6 +89,7 @@ def _import_dlpack(value: Any) -> Any:
 
 
 def _export_array(value: Any) -> Any:
+    """Returns a library's array as a numpy or device array. Raises CannotTravel."""
     try:
         found = _import_dlpack(value)
         if found is None:

@@ -161,6 +161,7 @@ def _finish_buffers(meta: bytes, buffers: Sequence[Any]) -> tuple[tuple[memoryvi
 
 
 def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview | digests.Source]) -> bytes:
+    """Returns the digest of a value, from known digests of blocks where there are some."""
     known = [arrays.known_blocks(buffer) for buffer in buffers]
     if any(known):
         parts = [one or digests.block_digests(buffer) for one, buffer in zip(known, buffers, strict=True)]
@@ -334,6 +335,7 @@ def verify(encoded: Encoded) -> bool:
 
 
 def _read_trailer(meta: bytes, at: int) -> frozenset[int]:
+    """Returns the numbers of the arrays that were on a device. Raises DecodeError if there is no trailer."""
     numbers = struct.unpack_from(f"<{(len(meta) - at) // 4}I", meta, at)
     if not numbers or numbers[-1] != len(numbers) - 1:
         raise DecodeError(f"a value of {len(meta)} bytes has no trailer")

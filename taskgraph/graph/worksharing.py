@@ -173,6 +173,7 @@ class _Team:
             self._count_helper_down()
 
     def _count_helper_down(self) -> None:
+        """Notes that a helper has ended."""
         with self._helpers_lock:
             self._helpers -= 1
 

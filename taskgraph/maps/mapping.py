@@ -166,7 +166,7 @@ class _Map:
 
     @property
     def _identity(self) -> str:
-        """What a later call must have alike."""
+        """What a later call must have alike: what names the function, or with `nodes=0` the name of the map."""
         return self._name if self._options.nodes == 0 else self._function
 
     def _journal(self, stack: ExitStack) -> Journal:

@@ -227,6 +227,7 @@ class Progress:
             self._delayed = event
 
     def _print_commit(self, event: Event) -> None:
+        """Prints the line of a commit."""
         self._shown_at = self._clock()
         self._print_numbers(event.epoch or 0, event.fields)
 

@@ -196,8 +196,9 @@ class FailureDetector:
         return was is not None
 
     def refusing(self, view: JobView, now: float) -> tuple[list[str], list[str]]:
-        """Returns the registered nodes that refuse, and are to be probed again; and those that proved alive since: a
-        lease that was not renewed would have expired.
+        """Returns the registered nodes whose port refuses, to be probed again; and those that proved alive since.
+
+        After a TTL they have: a lease that was not renewed would have expired.
 
         Args:
             view: the newest one, which may not have been read yet.

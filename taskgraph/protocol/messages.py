@@ -507,7 +507,7 @@ class SharedDigests(_Message, frozen=True, tag=True):
 
 
 class WorkerReport(_Message, frozen=True, tag=True):
-    """Worker to worker of an elastic job: what I held when I read this view (`elastic.flush.Report`).
+    """Worker to worker of an elastic job: what the sender held when it read this view (`elastic.flush.Report`).
 
     Attributes:
         number, lineage, workers: the view.
@@ -573,7 +573,7 @@ class GroupKey(_Message, frozen=True, tag=True):
 
 
 class CopyState(_Message, frozen=True, tag=True):
-    """Newcomer to worker: send me your state between two steps, once the last total before it is stable."""
+    """Newcomer to worker: asks for its state between two steps, once the last total before it is stable."""
 
 
 class StateCopy(_Message, frozen=True, tag=True):
@@ -594,7 +594,7 @@ class StateCopy(_Message, frozen=True, tag=True):
 
 
 class DescribeState(_Message, frozen=True, tag=True):
-    """Worker to worker whose tag differs: send me the digests of your state."""
+    """Worker to worker whose tag differs: asks for the digests of its state."""
 
 
 class StateDigests(_Message, frozen=True, tag=True):
@@ -610,7 +610,7 @@ class StateDigests(_Message, frozen=True, tag=True):
 
 
 class DescribeValue(_Message, frozen=True, tag=True):
-    """First worker to another one, at the end of the job: send me the digest of your value, once you have it."""
+    """First worker to another one, at the end of the job: asks for the digest of its value, once it has that."""
 
 
 class ValueDigest(_Message, frozen=True, tag=True):
@@ -620,7 +620,7 @@ class ValueDigest(_Message, frozen=True, tag=True):
 
 
 class FollowTotals(_Message, frozen=True, tag=True):
-    """Newcomer to worker: keep the totals from `position` on until I have entered, and send me the stable ones."""
+    """Newcomer to worker: asks it to keep the totals from `position` on, and with `send` for the stable ones."""
 
     position: int
     send: bool
@@ -642,7 +642,7 @@ class TotalsPage(_Message, frozen=True, tag=True):
 
 
 class HoldsTotals(_Message, frozen=True, tag=True):
-    """Worker to worker, after the last position: I hold all totals below `position`."""
+    """Worker to worker, after the last position: the sender holds all totals below `position`."""
 
     view: int
     position: int
