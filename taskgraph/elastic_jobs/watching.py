@@ -15,8 +15,7 @@ __all__ = ["Watch"]
 
 
 class Watch(Protocol):
-    """Watches one call of the user's function: a method is called when what it says happens. What does not fit raises
-    there."""
+    """Watches one call of the user's function: each method is called when its event happens, and may raise there."""
 
     def copied(self, step: int) -> None:
         """User code begins with a copied state, before this step."""
