@@ -141,7 +141,7 @@ class Contributions:
         if self._summed is not None:
             total, self._summed = self._summed, None
             return total
-        there = self._there(position, spans)
+        there = self._sums_of_all(position, spans)
         add = partial(add_up, there, _whole(spans), self._node.router.allocate)
         return Total(add, sum(sums.nbytes for sums in there.values()))
 
@@ -150,7 +150,7 @@ class Contributions:
 
         The core's `summed` is called once the total is there; at once if the contributions do not fit together.
         """
-        there = self._there(action.position, action.spans)
+        there = self._sums_of_all(action.position, action.spans)
         whole = add_up({span: sums.without_arrays() for span, sums in there.items()}, _whole(action.spans))
         if whole.is_unlike:
             self._summed = Total.of(whole)
@@ -173,7 +173,7 @@ class Contributions:
 
     def take_sliced(self) -> bool:
         """Takes the total that was added up in slices, and calls `summed`. Returns False if there is none."""
-        made = self._slices.take()
+        made = self._slices.take_total()
         if made is None:
             return False
         at, self._summed = made
@@ -185,7 +185,7 @@ class Contributions:
         """The other workers whose sums of slices this one waits for."""
         return self._slices.awaited
 
-    def _there(self, position: int, spans: Iterable[Span]) -> dict[Span, Sums]:
+    def _sums_of_all(self, position: int, spans: Iterable[Span]) -> dict[Span, Sums]:
         """Returns span -> sums: what this worker and the others of the view contributed to a position."""
         return {span: self._own.get(span) or self._received[self._core.number, position, span] for span in spans}
 
@@ -210,7 +210,7 @@ class Contributions:
         if self._together is not None:
             self._together.follow(view)
 
-    def end(self, position: int) -> None:
+    def end_position(self, position: int) -> None:
         """Drops all sums of a position and those before it: this worker holds their totals."""
         self._own.clear()
         self._encoded.clear()

@@ -269,7 +269,7 @@ class Engine:
 
     def _hold_total(self, position: int, total: Total) -> None:
         """Keeps the total of a position, and drops the sums that it is made of."""
-        self.contributions.end(position)
+        self.contributions.end_position(position)
         self.totals.hold(position, total)
 
     def _give_totals(self, action: actions.GiveTotals) -> None:

@@ -257,7 +257,7 @@ class Part:
             raise StepError(f"part.backward takes a PyTorch tensor, not {type(loss).__name__}: others go to part.add")
         if loss.numel() != 1:
             raise StepError(f"part.backward takes the mean over the part, not a loss of shape {tuple(loss.shape)}")
-        counted = self._weight(weight, reduce)
+        counted = self._checked_weight(weight, reduce)
         if (left := gradients.left()) is not None:
             raise StepError(f"{left}.grad is set before part.backward(loss), which calls loss.backward() itself")
         loss.backward(inputs=inputs if inputs is None or hasattr(inputs, "backward") else list(inputs))
@@ -279,7 +279,7 @@ class Part:
                 f"the next part"
             )
 
-    def _weight(self, weight: Any, reduce: str) -> float:
+    def _checked_weight(self, weight: Any, reduce: str) -> float:
         """Returns the weight of a loss. Raises StepError if it, or `reduce`, does not fit."""
         counted = float(weight if weight is not None else 1 if reduce == "sum" else self.size)
         if not (math.isfinite(counted) and counted >= 0):

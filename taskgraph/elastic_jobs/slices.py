@@ -104,7 +104,7 @@ class Slices:
             return ()
         return tuple(w for w in at.owners if w != self._node.id and (at.view, at.position, w) not in self._found)
 
-    def take(self) -> tuple[SumTogether, Total] | None:
+    def take_total(self) -> tuple[SumTogether, Total] | None:
         """Returns what was added up, and the total, once the sums of all slices are there; None: they are not."""
         at, whole = self._at, self._whole
         if at is None or whole is None:

@@ -80,7 +80,7 @@ class InSync:
             current.sort()
         return bool(self._place)
 
-    def keep_from(self, epoch: int) -> None:
+    def drop_before(self, epoch: int) -> None:
         """Drops boundaries before `epoch`, which was read as committed."""
         current = self._current
         while current and current[0][0] < epoch:

@@ -69,7 +69,7 @@ def read_table(url: str, name: str | None = None) -> DataFrame:
         CheckpointError: there is no complete checkpoint, or it is damaged, or another version of taskgraph wrote it.
     """
     if name is not None:
-        return _of_job(url, name)
+        return _read_from_job(url, name)
     place, file = _place(url, "read_table")
     arrow = _arrow("read_table")
     try:
@@ -89,7 +89,7 @@ def read_table(url: str, name: str | None = None) -> DataFrame:
     return frame
 
 
-def _of_job(url: str, name: str) -> DataFrame:
+def _read_from_job(url: str, name: str) -> DataFrame:
     """Reads a table of a job's own checkpoint."""
     try:
         from pandas import DataFrame, Index

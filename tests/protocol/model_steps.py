@@ -146,7 +146,7 @@ class Steps:
             if stamp.attempt > self.etcd(before).stamp.attempt:
                 held.drop_pending()
                 role.insync.drop_pending(held.committed.stamp.epoch)
-            role.insync.keep_from(stamp.epoch)
+            role.insync.drop_before(stamp.epoch)
             role.insync.add(held.committed.key)
         return self.slots.number(found)
 

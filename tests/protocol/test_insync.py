@@ -199,7 +199,7 @@ def test_committed_history_is_not_owed() -> None:
     insync = InSync(["b"])
     for key in (K0, K1, K2):
         insync.add(key)
-    insync.keep_from(1)
+    insync.drop_before(1)
     assert insync.current == (K1, K2)
     assert insync.missing("b") == (K1, K2)
 
@@ -236,7 +236,7 @@ def test_missing_boundaries_are_in_order() -> None:
     for key in (K2, K0, K1, K0):
         insync.add(key)
     assert insync.current == insync.missing("b") == (K0, K1, K2)
-    insync.keep_from(1)
+    insync.drop_before(1)
     assert insync.current == (K1, K2)
 
 

@@ -103,7 +103,7 @@ class Backups:
             if key[0] < epoch:
                 del self._boundaries[key]
         self._boundaries[boundary.key] = boundary
-        self._insync.keep_from(epoch)
+        self._insync.drop_before(epoch)
         self.unsent.note_commit(goes_on=goes_on)
         if not self._insync.add(boundary.key):
             return  # no other nodes
