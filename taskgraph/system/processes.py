@@ -53,7 +53,7 @@ class Child(Protocol):
 
 
 def signal_name(number: int) -> str:
-    """Names a signal; real-time signals have numbers only."""
+    """Returns the name of a signal, such as "SIGTERM"; "signal 40" for a real-time signal, which has a number only."""
     try:
         return signal.Signals(number).name
     except ValueError:

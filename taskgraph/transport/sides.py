@@ -60,7 +60,7 @@ class _PendingCall(OpenCall):
 
 
 class DialledSession(Session):
-    """A session that makes calls."""
+    """The side of a session that dialled its connection: this side calls, and the peer answers."""
 
     _opening_kinds = (Kind.REPLY, Kind.REPLY_ON_DEVICE)
 
@@ -289,7 +289,7 @@ class DialledSession(Session):
 
 
 class AcceptedSession(Session):
-    """A session that serves calls."""
+    """The side of a session that accepted its connection: the peer calls, and this side answers."""
 
     _opening_kinds = (Kind.CALL, Kind.TELL)
 

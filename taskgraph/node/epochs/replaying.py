@@ -94,7 +94,10 @@ async def replay_from_snapshot(
 
 
 async def replay(fresh: Replica, recording: Recording, after: Digests) -> ReplayResult:
-    """Runs the epoch on a task object without restoring it."""
+    """Runs a recorded epoch again on a task object as it is, without `restore`; returns what differs.
+
+    `after` is the state after the epoch when it was recorded.
+    """
     try:
         work = await _run(fresh, recording)
     except _StepNeverEnds as never:

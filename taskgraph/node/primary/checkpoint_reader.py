@@ -42,7 +42,7 @@ class CheckpointReader:
 
     @property
     def store(self) -> Store:
-        """The checkpoints of a job that has a place for them."""
+        """The store of the job's checkpoints, made at the first use. Only for a job that keeps checkpoints."""
         spec = self._node.spec
         if self._store is None:
             assert spec.checkpoint is not None

@@ -91,7 +91,7 @@ class UnsentOffers:
             self._set_timer(self._deadline.at(_OVERDUE_SHARE))
 
     def flush(self) -> None:
-        """Offers all gathered boundaries."""
+        """Offers the gathered boundaries to the members now."""
         if self.boundaries:
             gathered = list(self.boundaries.values())
             self.clear()
