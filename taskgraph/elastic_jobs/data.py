@@ -126,6 +126,11 @@ def data_of(data: Any) -> Data:
             f"run.steps(data): a {type(data).__name__} has no len(data) and data[row]: give an array, a dataset with "
             f"both, or rows=..."
         )
+    if hasattr(data, "iloc") and hasattr(data, "columns"):
+        raise StepError(
+            f"run.steps(data): a {type(data).__name__} is read by column: give run.steps(rows=len(data), ...), and "
+            f"take data.iloc[part.rows]"
+        )
     if isinstance(data, np.ndarray) or (torch is not None and isinstance(data, torch.Tensor)):
         return Data(data, len(data), None)
     if torch is not None:

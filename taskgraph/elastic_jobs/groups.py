@@ -51,7 +51,6 @@ class Turns:
     Attributes:
         number: the number of the turn that begins next.
         members: the names of the group's workers, the most senior one first; (): they have not agreed on one yet.
-        contributing: True while a function of user code computes this worker's contribution.
     """
 
     def __init__(self, run: RunOfTurns) -> None:
@@ -59,7 +58,6 @@ class Turns:
         self.run = run
         self.number = 0
         self.members: tuple[str, ...] = ()
-        self.contributing = False
         check_parameters(state)
         copied = progress.begin(state)
         if copied is not None:
@@ -182,28 +180,25 @@ class Group:
             contribute: returns this worker's contribution, from its place among the members. It may not be called.
         """
         turns, progress = self._turns, self._turns.run.progress
-        if turns.contributing or turns.number != self.number + 1 or turns.members != self.members:
-            raise StepError(f"group.{operation}(...) of an earlier turn, or in a contribution: call run.group() first")
+        if turns.number != self.number + 1 or turns.members != self.members:
+            raise StepError(f"group.{operation}(...) of an earlier turn: call run.group() first")
         self._operations += 1
         what = f"group.{operation} {self._operations} ".encode() + self._what
         done: tuple[int, Sums] | None = None
         while isinstance(answer := progress.ask(len(self.members), what, done), int):
-            done = answer, self._contribution(answer, contribute)
+            with progress.calling(f"group.{operation}"):
+                done = answer, self._contribution(answer, contribute)
         progress.seed(SUMMED)
         self._check_complete(answer)
         return answer
 
     def _contribution(self, slot: int, contribute: Callable[[int], Sums]) -> Sums:
         """Returns this worker's contribution if `slot` is its own; else the view, which that member has left."""
-        turns, progress = self._turns, self._turns.run.progress
+        progress = self._turns.run.progress
         if self.members[slot] != progress.node.name:
             return Sums.of({}, {slot: encode({"view": progress.node.view})})
         seed_generators(derived_seed(progress.node.spec.seed, progress.position, PIECE, slot))
-        turns.contributing = True
-        try:
-            return contribute(slot)
-        finally:
-            turns.contributing = False
+        return contribute(slot)
 
     def _check_complete(self, total: Sums) -> None:
         """Raises ViewChanged if a member did not contribute: on all workers, which go on with the same members."""

@@ -8,8 +8,9 @@ What is computed before the first step travels with the state: a newcomer's user
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import chain_digest
@@ -78,6 +79,7 @@ class Progress:
         self.copied_members: tuple[str, ...] = ()
         self._begun = False
         self._copied: tuple[int, int, bytes, dict[str, Any]] | None = None  # step, position, tag, what was captured
+        self._inside = ""  # the call whose function is at work, or was left by an exception
         self._known: list[Any] = []  # values of `early` that came with the copied state, and user code has not got
 
     def begin(self, state: Any) -> int | None:
@@ -131,12 +133,27 @@ class Progress:
         Args:
             what: tells this position from others: all workers ask for the same.
             repeatable: a part contributes the same if it is computed again.
+
+        Raises:
+            StepError: a function that one worker calls for all is at work, or an exception has left it.
         """
+        if self._inside:
+            raise StepError(
+                f"the function of {self._inside} called the run, or raised an exception that was caught outside: other "
+                f"workers know of neither\ncatch it in that function, and return what happened"
+            )
         with self.turn.passed():
             answer = self.node.ask(self.position, parts, self.tag + what, done, repeatable=repeatable)
         if isinstance(answer, Sums):
             self.position, self.tag = self.position + 1, chain_digest(self.tag, answer)
         return answer
+
+    @contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Within it a function of user code runs on this worker alone. An exception of it has to end the job."""
+        self._inside = call
+        yield
+        self._inside = ""
 
     def wait(self, future: Future[None]) -> None:
         """Waits for what the rounds give (`dealing`)."""
@@ -229,11 +246,10 @@ class Progress:
             if self.watch is not None:
                 self.watch.piece()
             mark = trace.begin()
-            try:
+            with self.calling(call):
                 value = encode([function(pieces[answer])], what=f"the result of {call}")
-            finally:
-                if modules is not None:
-                    modules.put_back()
+            if modules is not None:
+                modules.put_back()
             trace.keep(mark, "loop", f"piece {answer} of {call}")
             if self.watch is not None:
                 value = self.watch.result(call, self.position, answer, value)

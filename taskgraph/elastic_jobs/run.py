@@ -87,6 +87,7 @@ class Run:
 
         What it does outside the job may happen twice, if its worker is lost meanwhile.
         """
+        _check_callable("run.once", function)
         (value,) = self._pieces("run.once", lambda _: function(), [None])
         return cast(T, value)
 
@@ -95,6 +96,7 @@ class Run:
 
         Call it outside the part loop, on all workers alike and with the same pieces.
         """
+        _check_callable("run.map", function)
         return self._pieces("run.map", function, list(pieces))
 
     def group(self) -> Group:
@@ -164,8 +166,6 @@ class Run:
             raise StepError(f"{call} in the part loop: call it before or after `for part in step`")
         if self._shards is not None and self._shards.number >= 0:
             raise StepError(f"{call} in the loop over run.shards: call it before or after that")
-        if self._turns is not None and self._turns.contributing:
-            raise StepError(f"{call} in a contribution to the group: call it before")
         return self.progress.pieces(call, function, pieces, kept_modules(self.named))
 
     def check_part_loop_ended(self) -> None:
@@ -321,3 +321,9 @@ class Run:
         lanes = Lanes(source, pieces, options, lambda function, numbers: self._pieces(call, function, [*numbers]))
         self.progress.carried["lanes"] = lanes
         return lanes
+
+
+def _check_callable(call: str, function: Any) -> None:
+    if not callable(function):
+        kind = type(function).__name__
+        raise StepError(f"{call} takes a function, not {kind}: `lambda: save(model)`, and not `save(model)`")

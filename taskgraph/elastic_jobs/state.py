@@ -319,7 +319,7 @@ def _load_dict(name: str, known: Any, state: Any) -> None:
     except (KeyError, RuntimeError, ValueError) as error:
         raise StateError(
             f"{name!r} of run.state({name}=...) is unlike the one that it is copied from ({error}): make it alike on "
-            f"all workers, and in a program that is resumed"
+            f"all workers, and in a program that is resumed; steps must not add layers or groups"
         ) from error
 
 

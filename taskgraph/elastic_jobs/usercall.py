@@ -117,6 +117,7 @@ class UserCall:
 
         Raises:
             JobError: it raised SystemExit or KeyboardInterrupt, which would end the worker, and then the others.
+            RuntimeError: it raised what no future can carry.
         """
         try:
             self.value, self.positions = self._function(self)
@@ -126,6 +127,8 @@ class UserCall:
                 advice = ARGPARSE
             text = f"user code raised {error!r}: {advice}"
             raise JobError(text).with_traceback(error.__traceback__) from None
+        except (StopIteration, GeneratorExit, asyncio.CancelledError) as error:
+            raise RuntimeError(f"{type(error).__name__} left the function") from error
 
     def ask(
         self, position: int, parts: int, tag: bytes, done: tuple[int, Sums] | None, *, repeatable: bool

@@ -182,7 +182,7 @@ def unknown_root(run: Any) -> Any:
     ("body", "words"),
     [
         (stale_group, "of an earlier turn"),
-        (nested, "run.once in a contribution"),
+        (nested, "the function of group.allreduce called the run"),
         (both, "has called run.group"),
         (unknown_root, "the members are"),
     ],

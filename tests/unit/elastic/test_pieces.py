@@ -92,9 +92,45 @@ def in_loop(run: Any) -> None:
             part.add()
 
 
-def test_once_in_the_part_loop() -> None:
-    with pytest.raises(tg.JobFailed, match=r"run.once in the part loop: call it before or after `for part in step`"):
-        asyncio.run(run_body(in_loop))
+def caught_outside(run: Any) -> None:
+    for step in run.steps(rows=4, batch=4, parts=2, passes=1):
+        for part in step:
+            part.add()
+        try:
+            run.once(lambda: 1 // 0)
+        except ZeroDivisionError:
+            step.report(failed=1)
+
+
+def once_in_a_map(run: Any) -> None:
+    run.map(lambda piece: run.once(lambda: piece), range(3))
+
+
+def round_in_a_map(run: Any) -> None:
+    for step in run.steps(rows=4, batch=4, parts=2, passes=1):
+        for part in step:
+            part.add()
+        run.map(lambda _, step=step: [part.add() for part in step], range(3))
+
+
+def value_in_place_of_a_function(run: Any) -> None:
+    run.once(print("saved"))  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (in_loop, r"run.once in the part loop: call it before or after `for part in step`"),
+        (caught_outside, r"the function of run\.once .* raised an exception that was caught outside"),
+        (once_in_a_map, r"the function of run\.map called the run"),
+        (round_in_a_map, r"the function of run\.map called the run"),
+        (value_in_place_of_a_function, r"run\.once takes a function, not NoneType"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_calls_that_do_not_fit(body: Any, text: str, workers: int) -> None:
+    with pytest.raises(tg.JobFailed, match=text):
+        await run_body(body, (workers, ""))
 
 
 def noise_before_the_parts(run: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from collections.abc import Callable
@@ -143,6 +144,13 @@ async def test_an_array_as_data() -> None:
         return True
 
     assert await run_body(body)
+
+
+async def test_data_by_column() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": [1.0, 2.0]})
+    with pytest.raises(JobFailed, match=r"a DataFrame is read by column: give run\.steps\(rows=len\(data\), \.\.\.\)"):
+        await run_body(lambda run: run.steps(frame, batch=1))
 
 
 async def test_nonfinite_totals() -> None:
@@ -420,6 +428,8 @@ def test_difference_of_layouts(one: Any, two: Any, found: Any) -> None:
         (SystemExit(3), r"user code raised SystemExit\(3\): return from the function to end the job, or raise an exc"),
         (SystemExit(2), r"user code raised SystemExit\(2\): in place of argparse make its arguments parameters"),
         (KeyError("LOCAL_RANK"), r"in step 1; nodes have no rank .*A DDP script"),
+        (StopIteration(), r"^'call_body': RuntimeError: StopIteration left the function; in step 1\n"),
+        (asyncio.CancelledError(), r"RuntimeError: CancelledError left the function; in step 1\n"),
         (KeyboardInterrupt(), r"user code raised KeyboardInterrupt\(\): return from the function"),
     ],
     ids=lambda value: type(value).__name__,
