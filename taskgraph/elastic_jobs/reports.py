@@ -13,7 +13,7 @@ class StableReports:
     """The reports of the steps of a run, in order.
 
     Args:
-        counts: called with a step and its numbers once they count.
+        counts: called with a step and all its numbers once some count.
     """
 
     def __init__(self, counts: Callable[[int, dict[str, float]], None]) -> None:
@@ -32,8 +32,9 @@ class StableReports:
         self._stable = max(stable, self._stable)
         while self._waiting and self._waiting[0][0] <= self._stable:
             _, step, numbers = self._waiting.pop(0)
-            self._log.add(step, {0: numbers})
-            self._counts(step, numbers)
+            whole = {**self._log.rows_of(step).get(0, {}), **numbers}
+            self._log.add(step, {0: whole})
+            self._counts(step, whole)
 
     def packed(self) -> tuple[bytes, ...]:
         """Returns the reports that count, to send or keep them."""

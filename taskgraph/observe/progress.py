@@ -214,8 +214,8 @@ class Progress:
     def _on_commit(self, event: Event) -> None:
         """Shows a commit: in the live line, as a line, or later."""
         epoch = event.epoch or 0
-        if epoch <= self._epoch:
-            return  # a new leader repeats the last commit
+        if epoch < self._epoch or (epoch == self._epoch and not event.fields.keys() > self._numbers.keys()):
+            return  # a new leader repeats the last commit; a step may report several times
         self._epoch, self._numbers = epoch, event.fields
         self._times.append((self._clock(), epoch))
         if self._live:

@@ -220,6 +220,14 @@ def test_a_commit_told_by_two_leaders_is_shown_once() -> None:
     assert out.lines == ["epoch 0/4", "epoch 1/4", "epoch 2/4"]
 
 
+def test_numbers_that_a_step_reports_later_are_shown() -> None:
+    out = Screen(terminal=False)
+    progress = Progress("fit", 3, 2, out=out)
+    for numbers in ({"loss": 0.5}, {"loss": 0.5, "accuracy": 0.75}, {"loss": 0.5}):
+        progress.event(commit(0, **numbers))
+    assert out.lines == ["epoch 0/1  loss=0.5", "epoch 0/1  loss=0.5  accuracy=0.75"]
+
+
 def test_what_a_killed_leader_told_nobody_is_shown_at_the_end() -> None:
     out = Screen(terminal=False)
     progress = Progress("fit", 3, 4, out=out)

@@ -66,6 +66,22 @@ def test_same_order_is_the_same_run() -> None:
     assert runs[0] == runs[1]
 
 
+@tg.elastic
+def reports_twice(run: tg.Run) -> None:
+    s = run.state(done=0)
+    for step in run.steps(rows=4, batch=2, parts=2, passes=1):
+        for part in step:
+            part.add()
+        step.report(loss=0.5)
+        s.done += sum(run.map(len, ["a"]))
+        step.report(accuracy=s.done)
+
+
+def test_a_step_that_reports_twice_keeps_the_numbers_of_both() -> None:
+    reports = tg.testing.run(reports_twice()).reports
+    assert [report.numbers for report in reports] == [{"loss": 0.5, "accuracy": 1}, {"loss": 0.5, "accuracy": 2}]
+
+
 @pytest.mark.parametrize(
     ("kills", "text"),
     [
