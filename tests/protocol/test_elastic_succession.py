@@ -12,7 +12,7 @@ from taskgraph.protocol.elastic.succession import first_view, leavers, lone_view
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Worker
 from taskgraph.protocol.kv import Delete, Put, Txn
-from taskgraph.protocol.records import GoneRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord
 
 NONE: frozenset[str] = frozenset()
 
@@ -190,3 +190,15 @@ def test_most_senior_goes_on_alone_where_no_worker_holds_all_totals() -> None:
         for none_whole_in in (-1, 0):
             found = must_go_on_alone(world.view(), me, core, gone=NONE, excluded_by=-1, none_whole_in=none_whole_in)
             assert found == (begins and none_whole_in == 0)
+
+
+def test_checkpoint_of_an_earlier_view_is_refused() -> None:
+    """Its lineage may have ended meanwhile, and a job that returned would go on from totals that were undone."""
+    world = begun("a", "b")
+    job = world.view()
+    assert put(world, View(1, 0, (Entry("b", 0),)), "b")
+    record = CheckpointRecord(epoch=3, attempt=1, name="c", writer="a")
+    txn = transactions.point_to_checkpoint(job, record, node="a", node_revision=world.revisions["a"])
+    assert not world.run(txn).succeeded
+    txn = transactions.point_to_checkpoint(world.view(), record, node="b", node_revision=world.revisions["b"])
+    assert world.run(txn).succeeded

@@ -18,7 +18,8 @@ import pytest
 import taskgraph as tg
 from taskgraph.graph.values import decode, encode
 from taskgraph.maps.functions import find_function, reference
-from taskgraph.maps.records import Kind, Record, RecordReader, RecordWriter, packed
+from taskgraph.maps.journal import Journal
+from taskgraph.maps.records import AtWork, Kind, Record, RecordReader, RecordWriter, packed
 from taskgraph.maps.showing import MapProgress, progress_text
 
 
@@ -116,23 +117,25 @@ def test_values_that_do_not_travel_are_named() -> None:
 
 
 def test_a_map_goes_on_from_what_failed(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
+    broken = ["not ready"]
     computed: list[int] = []
 
     def fragile(x: int) -> int:
-        if x == 5 and not ready.exists():
-            raise OSError("not ready")
+        if x == 5 and broken:
+            raise OSError(broken[0])
         computed.append(x)
         return 10 * x
 
     with pytest.raises(tg.PieceFailed, match="not ready") as failed:
         tg.map(fragile, range(8), nodes=0, attempts=1, name="again")
     assert left(tmp_path) == ["again"] and "resume=True" in str(failed.value.__notes__)
-    ready.touch()
-    before = len(computed)
-    assert before < 8
+    assert len(computed) < 8
     with pytest.raises(tg.JobError, match="other pieces"):
         tg.map(fragile, range(1, 9), nodes=0, name="again", resume=True)
+    broken[0] = "no disk"
+    with pytest.raises(tg.PieceFailed, match="no disk"):
+        tg.map(fragile, range(8), nodes=0, attempts=1, name="again", resume=True)
+    broken.clear()
     assert tg.map(fragile, range(8), nodes=0, name="again", resume=True) == [10 * x for x in range(8)]
     assert sorted(computed) == list(range(8)) and left(tmp_path) == []
 
@@ -274,3 +277,12 @@ def test_the_rate_leaves_out_the_start_of_nodes() -> None:
             shown.done(number)
         shown.tick([])
     assert out.getvalue().splitlines()[-1].startswith("squares  50/100  50%  10 pieces/s  0:05 left")
+
+
+def test_worker_that_died_at_the_first_piece_is_named() -> None:
+    with Journal("deaths", keep=False) as journal:
+        journal.begin("fn", [1, 2])
+        journal.begin_job(np.arange(2))
+        for worker, piece in (("n1", 0), ("n2", 1), ("n3", -1)):
+            AtWork(journal.folder / f"{journal.run}-{worker}.at").note(piece)
+        assert journal.died_at() == [("n1", 0), ("n2", 1)]

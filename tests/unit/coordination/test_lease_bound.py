@@ -6,11 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from lease_kit import lease_of
 
+from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
+from taskgraph.coordination.etcd.connection import Connection
 from taskgraph.coordination.etcd.login import Login
 from taskgraph.coordination.etcd.options import EtcdOptions
 
@@ -57,5 +60,25 @@ async def test_late_keep_alive_answer_extends_from_sending(monkeypatch: pytest.M
             while lease.valid_until() == granted_until:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         assert lease.valid_until() <= channel.renewed_at + TTL_S
+    finally:
+        await lease.close(revoke=False)
+
+
+class LateGrant(Connection):
+    """A connection to an etcd that grants a lease, and answers later."""
+
+    granted_at = 0.0
+
+    async def call(self, *_: object, **__: object) -> Any:
+        self.granted_at = time.monotonic()
+        await asyncio.sleep(LATE_S)
+        return v3.LeaseGrantResponse(id=7, ttl=TTL_S)
+
+
+async def test_late_grant_counts_from_sending() -> None:
+    connection = LateGrant(EtcdOptions.make("127.0.0.1:1"))
+    lease = await EtcdCoordinator(connection, "3.5.1").lease(TTL_S, stall_limit_s=60.0)
+    try:
+        assert lease.valid_until() <= connection.granted_at + TTL_S
     finally:
         await lease.close(revoke=False)

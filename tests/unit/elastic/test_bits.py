@@ -167,3 +167,34 @@ def test_newcomer_goes_on_alone(stage: str, undisturbed: bytes) -> None:
 def test_no_worker_with_the_state_is_left() -> None:
     with pytest.raises(tg.JobFailed, match="no worker is left that holds the state, and there is no checkpoint"):
         asyncio.run(lose_all_workers("registered"))
+
+
+async def lose_all_behind_the_checkpoint(job: Any) -> list[str]:
+    """Cuts a newcomer off that has copied the state, and ends the others after a later checkpoint."""
+    events: list[str] = []
+    cluster = InProcessCluster(job, endless_leases=True, on_event=lambda event: events.append(event.text))
+    try:
+        await cluster.start(1)
+        (first,) = cluster.living
+        await first.keeper.wait_until(lambda view: view.workers is not None)
+        added = cluster.add()
+        newcomer: Any = next(node for node in cluster.living if node.id == added)
+        while not newcomer.has_begun():  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.001)
+        cluster.network.cut(first.id, added)
+        behind = newcomer.engine.core.position
+        await first.keeper.wait_until(lambda view: view.checkpoint and view.checkpoint.record.epoch > behind + 1)
+        cluster.crash(first.id)
+        await cluster.result(20)
+        return events
+    finally:
+        await cluster.stop()
+
+
+def test_newcomer_behind_the_checkpoint_goes_on_from_there(tmp_path: Path) -> None:
+    made = fit(pause_s=0.005)
+    assert made.elastic is not None
+    often = dataclasses.replace(made.elastic, checkpoint_every_s=0.02)
+    job = dataclasses.replace(made, checkpoint=tmp_path.as_uri(), _elastic=often)
+    events = asyncio.run(lose_all_behind_the_checkpoint(job))
+    assert any("goes on from the checkpoint of sum" in text for text in events)

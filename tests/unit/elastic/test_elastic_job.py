@@ -9,6 +9,8 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.elastic_jobs.job import elastic
+from taskgraph.elastic_jobs.reports import StableReports
+from taskgraph.node.reports import ReportLog
 
 
 @elastic(seed=3, min_workers=2, name="other", checkpoint="file:///somewhere", checkpoint_every_s=5)
@@ -79,3 +81,18 @@ def test_time_between_checkpoints(every: Any) -> None:
 def test_unknown_option() -> None:
     with pytest.raises(tg.JobError, match="checkpoints"):
         elastic(checkpoints=1)
+
+
+def test_worker_that_begins_with_a_copy_reports_its_own_steps_alone() -> None:
+    counted: list[int] = []
+    others = StableReports(lambda step, _: None)
+    for step in range(4):
+        others.add(step, step, {"loss": 1.0})
+    others.note_stable(4)  # the copy of the state before step 2 travels with the reports of all these steps
+    reports = StableReports(lambda step, _: counted.append(step))
+    reports.continue_from(others.packed(), 2)
+    reports.add(3, 2, {"loss": 2.0})
+    reports.note_stable(3)
+    assert counted == [2]
+    rows = dict(ReportLog.unpack(list(reports.packed())).rows())
+    assert [rows[epoch][0]["loss"] for epoch in sorted(rows)] == [1.0, 1.0, 2.0]

@@ -145,3 +145,18 @@ def noise_before_the_parts(run: Any) -> float:
 
 def test_newcomer_draws_the_random_numbers_of_the_others_in_its_first_step() -> None:
     tg.testing.run(job_of(noise_before_the_parts))
+
+
+def noise_of_each_round(run: Any) -> list[list[float]]:
+    found = []
+    for step in run.steps(rows=4, batch=4, parts=2, passes=1):
+        for _ in range(2):
+            for part in step:
+                part.collect(noise=random.random())
+            found.append(step.all("noise"))
+    return found
+
+
+def test_each_round_draws_other_random_numbers() -> None:
+    first, second = asyncio.run(run_body(noise_of_each_round))
+    assert len({*first, *second}) == 4

@@ -17,7 +17,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
-from taskgraph.launch.collect import damaged_tasks
+from taskgraph.launch.collect import damaged_tasks, is_complete
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.submit import submit
 from taskgraph.node.control import ControlServer
@@ -174,3 +174,11 @@ async def test_fast_job_shows_each_event_once(tmp_path: Path) -> None:
         holder.events.emit("finished", "the job finished")
         await follower.results()
     assert said == ["the job began", "epoch 0", "the job finished"]
+
+
+def test_results_of_two_attempts_are_no_whole() -> None:
+    first, second = (TaskResult(task, 3, 1, GOOD, ()) for task in range(2))
+    assert is_complete([second, first], 2)
+    assert not is_complete([first], 2)
+    assert not is_complete([first, dataclasses.replace(second, attempt=2)], 2)
+    assert not is_complete([first, dataclasses.replace(second, epoch=4)], 2)

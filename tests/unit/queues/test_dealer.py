@@ -172,6 +172,7 @@ def test_a_task_at_a_long_piece_gives_the_others_back() -> None:
     long, *others = [todo.place for todo in world.shares[0].todo]
     assert others
     world.ask_for_end(0)
+    assert [ticket.piece for ticket in world.dealer.ledger.dealt()["0"]] == [long]
     for _ in range(20):
         world.now += 10
         world.ask(1)

@@ -290,3 +290,12 @@ def test_numbers_that_are_not_finite_are_kept() -> None:
     store = Store(Table(2, init="zeros"), SEED)
     store.push(np.array([1, 2]), np.array([[np.nan, 1], [1, 1]], np.float32), 1.0)
     assert np.isnan(store.pull(np.array([1]))[0, 0]) and store.pull(np.array([2])).tolist() == [[-1, -1]]
+
+
+def test_pushes_to_a_fork_do_not_reach_the_store() -> None:
+    store, ids = Store(Table(2, init="zeros"), SEED), np.arange(10_000)  # so large that segments are not merged
+    store.push(ids, np.ones((len(ids), 2), np.float32), 0.5)
+    fork = store.fork()
+    fork.push(ids[:1], np.ones((1, 2), np.float32), 0.5)
+    assert store.pull(ids[:2]).tolist() == [[-0.5, -0.5], [-0.5, -0.5]]
+    assert fork.pull(ids[:2]).tolist() == [[-1.0, -1.0], [-0.5, -0.5]]
