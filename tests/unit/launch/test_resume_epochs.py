@@ -62,6 +62,14 @@ def test_checkpoint_of_the_last_epoch_is_not_resumed(tmp_path: Path, caplog: pyt
         tg.run(count(10, place), nodes=0, timeout_s=60, resume=True)
 
 
+def test_resumed_attempt_is_later_than_all_in_the_place(tmp_path: Path) -> None:
+    place = str(tmp_path)
+    assert tg.run(count(25, place), nodes=0, timeout_s=60).restarts == 0
+    assert tg.run(count(35, place), nodes=0, timeout_s=60, resume=True).restarts == 1
+    done = tg.run(count(30, place), nodes=0, timeout_s=60, resume=True)
+    assert done.restarts == 2, "from the checkpoint of epoch 20, which the first attempt wrote"
+
+
 def test_hanging_checkpoint_directory_can_be_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
