@@ -131,8 +131,8 @@ def place_of(options: argparse.Namespace) -> Place:
     if placed is None:
         if (logs := Runtime().left_logs(job) or Runtime().kept_logs(job)).is_dir():
             raise UnknownJob(
-                f"job {job!r} was not submitted with `--on`: the logs of its nodes are in {logs}. `taskgraph launch "
-                f"{job}` adds nodes, `taskgraph drain {job} --node NAME` ends one"
+                f"job {job!r} was not submitted with `--on` on this host: the logs of its nodes are in {logs}. "
+                f"`taskgraph launch {job}` adds nodes, `taskgraph drain {job} --node NAME` ends one"
             )
         known_text = ", ".join(placed_names())
         others = f" (there are: {known_text})" if known_text else ""

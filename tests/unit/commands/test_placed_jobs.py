@@ -140,7 +140,7 @@ def test_command_line_of_the_local_launcher_has_no_password() -> None:
         ("logs sums --node n9", "no log of node 'n9' is on this host; there are: none"),
         ("logs sums", "no log of its nodes is on this host; there are: none"),
         ("scale other 3", "job 'other' was not submitted with `--on` on this host (there are: sums): say where"),
-        ("logs run", "job 'run' was not submitted with `--on`: the logs of its nodes are in /"),
+        ("logs run", "job 'run' was not submitted with `--on` on this host: the logs of its nodes are in /"),
         ("scale sums 3 --on nowhere", "--on nowhere: there is no such launcher; installed: broken, "),
         ("submit fit.py --on broken", "launcher taskgraph_shell:NoSuchLauncher cannot be loaded"),
     ],
