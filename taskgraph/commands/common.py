@@ -126,7 +126,7 @@ def _token_path(options: argparse.Namespace) -> Path | None:
 
 
 def token_of(options: argparse.Namespace) -> str | None:
-    """Returns the token, hex, from the file named by --token-file; None: no file is named."""
+    """Returns the token, hex, from the file of --token-file or `taskgraph.toml`; None: neither names one."""
     path = _token_path(options)
     return _read_token(path) if path is not None else None
 
@@ -419,7 +419,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 def on_ending_signals(react: Callable[[int], object]) -> None:
-    """Makes the running loop call `react` on each of these signals."""
+    """Makes the running loop call `react` with each of `ending_signals` that comes."""
 
     def handle(number: int) -> None:
         if number == signal.SIGHUP:
@@ -432,7 +432,7 @@ def on_ending_signals(react: Callable[[int], object]) -> None:
 
 
 def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obey: Callable[[], None]) -> None:
-    """Calls `obey` on each of these signals that counts as an order of its own.
+    """Calls `obey` on each of `ending_signals` that counts as an order of its own.
 
     After the job has finished, the first signal only prints a warning: ending now would lose the results.
 
@@ -458,7 +458,7 @@ def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obe
 
 
 def restore_signals() -> None:
-    """Lets these signals end this process again, as before `on_ending_signals`: only printing is left."""
+    """Lets `ending_signals` end this process again, as before `on_ending_signals`: only printing is left."""
     loop = asyncio.get_running_loop()
     for number in ending_signals():
         loop.remove_signal_handler(number)

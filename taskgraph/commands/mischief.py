@@ -27,7 +27,7 @@ class Fault:
 
 
 def kinds_of(text: str) -> tuple[str, ...]:
-    """Parses `kill,stop`; raises JobError."""
+    """Parses `kill,stop`, and returns the kinds of faults. Raises JobError if there are others, or none."""
     kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not kinds or not set(kinds) <= set(KINDS):
         raise JobError(f"--kinds {text}: some of {','.join(KINDS)}")

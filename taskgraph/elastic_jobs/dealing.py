@@ -124,7 +124,7 @@ class Dealing:
         self._ended_at = self._contributed_at = asyncio.get_running_loop().time()
         try:
             while not self.tally.ledger.over:
-                await self._pause(engine)
+                await self._wait_for_reason(engine)
                 began = asyncio.get_running_loop().time()
                 self._apply(await self._round(engine))
                 self._ended_at = asyncio.get_running_loop().time()
@@ -135,7 +135,7 @@ class Dealing:
             engine.heard = _hear_nothing
             engine.withdraw()
 
-    async def _pause(self, engine: Engine) -> None:
+    async def _wait_for_reason(self, engine: Engine) -> None:
         """Waits until there is a reason for a round."""
         loop = asyncio.get_running_loop()
         while True:

@@ -62,7 +62,7 @@ class Inbox:
             self._early.append((worker, message))
 
     def take_early(self) -> bool:
-        """Takes the messages that can be taken now. Returns True if there were some."""
+        """Gives the core the early messages that it takes now. Returns True if there were some."""
         early, self._early = self._early, []
         self._early += [(worker, message) for worker, message in early if not self._take(worker, message)]
         return len(self._early) < len(early)

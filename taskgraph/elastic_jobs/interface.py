@@ -38,7 +38,7 @@ class WorkerNode(NodeLife):
         raise NotImplementedError
 
     def copy_anew(self) -> None:
-        """Begins anew, outside: the workers do not keep the totals that this newcomer lacks."""
+        """Begins anew, outside any view, since the workers do not keep the totals that this newcomer lacks."""
         raise NotImplementedError
 
     def has_begun(self) -> bool:

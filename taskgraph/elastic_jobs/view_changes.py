@@ -69,7 +69,7 @@ class ViewChanger:
         while True:
             self.wake.clear()
             if node.keeper.view.workers is not None:
-                await self._read(View.of(node.keeper.view.workers.record))
+                await self._follow_view(View.of(node.keeper.view.workers.record))
             if not node.paused and node.keeper.view.running:
                 if self._must_go_on_alone():
                     await self._go_on_alone()
@@ -81,7 +81,7 @@ class ViewChanger:
 
     # -- a view is read ---------------------------------------------------------------------------
 
-    async def _read(self, view: View) -> None:
+    async def _follow_view(self, view: View) -> None:
         """Follows a view from etcd: begins in it if it is the first, else begins to join, or goes on."""
         node = self._node
         if view.number < self._outside_since:

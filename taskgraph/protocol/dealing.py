@@ -262,7 +262,7 @@ class Ledger:
 
     @property
     def set_aside(self) -> tuple[Aside, ...]:
-        """The pieces set aside, in this order; the first thousand of them. `counts` has how many there are."""
+        """The first thousand pieces that were set aside, in order. `counts` says how many there are."""
         return tuple(self._aside)
 
     @property

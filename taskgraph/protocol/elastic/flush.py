@@ -45,7 +45,7 @@ class Outcome:
     """What follows from the reports of a view.
 
     Attributes:
-        position: M of the module.
+        position: of the view (M in the module).
         donor: gives totals to those that lack some.
         lacking: worker below M -> its position.
         sources: span of M's parts -> the worker that sends its sum.

@@ -86,7 +86,7 @@ def must_go_on_alone(
 
 
 def count_returns(job: JobView, sums: int) -> tuple[int, int]:
-    """Returns `returns` and `returned_to` of the lineage that begins now, after this number of sums.
+    """Returns `returns` and `returned_to` (`WorkersRecord`) of the lineage that begins now, after this number of sums.
 
     It counts only if the process of a worker ended, and no command meant it to.
     """

@@ -278,8 +278,7 @@ class Worker:
         self._contribute(self._round.targets)
 
     def take_parts(self, most: int | None = None) -> list[int]:
-        """Returns parts that user code is to compute; they stay with this worker. None are there for now if it is
-        empty."""
+        """Returns parts that user code is to compute; they stay with this worker. []: none are there for now."""
         return self._round.take_parts(most)
 
     def computed(self, position: int, spans: Iterable[Span], *, large: bool = False) -> None:
