@@ -209,7 +209,7 @@ class UserCall:
         return room or Room(self.allocate)
 
     def give_state(self, step: int, position: int, tag: bytes, value: Encoded) -> None:
-        """Gives a copy of the state, between two steps, to newcomers and the checkpoint that wait for one."""
+        """Gives a copy of the state to those that wait for one; they get it once the totals before it are stable."""
         self.state_wanted = False
         self._node.threads.post(self._keep_copy, StateCopy(step, position, tag, value))
 

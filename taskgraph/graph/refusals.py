@@ -206,7 +206,7 @@ def _package_name(kind: type) -> str:
 
 
 def _torch_advice(name: str, names: Set[str]) -> str | None:
-    """Returns advice for a PyTorch object, by the name of its class and the names of its classes in torch."""
+    """Returns advice for a PyTorch object, by its class and that class's bases in torch; None: there is none."""
     makes = "import taskgraph.torch, which makes tensors travel"
     if name == "Tensor":
         return makes

@@ -68,7 +68,7 @@ class MapOf(NamedTuple):
 
 
 class Computing:
-    """The compute of one task in one attempt.
+    """The compute of one task in one attempt: a call, in which user code runs, and what watches it on the loop.
 
     The call has the lock, but not while it is in `value`. With the lock, the loop may use `share`, `asked` and `at`.
 
