@@ -291,9 +291,12 @@ class Follower:
                     if event.kind != "commit":
                         if not event.transient and event.kind not in MERGED_KINDS:  # etcd has these, gathered
                             self._report(event)
-                    elif (event.epoch or 0) > last:
-                        last = event.epoch or 0
+                        continue
+                    epoch = event.epoch or 0
+                    if epoch > last:
+                        last = epoch
                         self._incidents.note_commit(event.at, last)
+                    if epoch == last:  # a step may report several times
                         on_event(event)
         except TaskGraphError as error:
             log.debug("the leader's events: %s", error)
