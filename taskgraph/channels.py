@@ -203,7 +203,7 @@ class Outputs:
         A received array is passed on without encoding it again.
 
         Raises:
-            GraphError: the channel is not declared, or was put already.
+            GraphError: the channel is not declared, does not lead to one of `to`, or was put to one of them already.
             ValueNotEncodable: the value cannot travel; the message says what to send instead.
         """
         consumers = self._claim(tag, to)

@@ -54,7 +54,7 @@ class Place(Protocol):
         """Lists a directory, sorted; a missing one is empty."""
 
     def sizes(self, path: str) -> dict[str, int | None]:
-        """Lists a directory: name -> size in bytes, or None if the place does not know the size."""
+        """Lists a directory: name -> size in bytes, or None if the place does not know it; a missing one is empty."""
 
     def remove(self, path: str) -> None:
         """Removes a file, or a directory with its content, if it exists."""

@@ -77,14 +77,14 @@ class _Memory:
         self.read: list[Event] = []  # of all ended leases; threads end leases in any order, so none replaces another
         self._last = [None]
 
-    def release(self, number: int) -> None:
+    def end_lease(self, number: int) -> None:
         """Ends a lease after its reads were queued. Called in any thread, also in the middle of this module's code."""
         stream = self.leases[number]
         try:
             if stream != self.stream:
                 event = self.device.try_record(stream)
                 if event is None:
-                    later(partial(self.release, number))
+                    later(partial(self.end_lease, number))
                     return
                 self.read.append(event)
             del self.leases[number]
@@ -104,7 +104,7 @@ class _Memory:
             return False
         return True
 
-    def may_release(self, number: int) -> bool:
+    def may_end_lease(self, number: int) -> bool:
         """True if this thread may end the lease: the lease's stream is current here, or needs no event."""
         return self.leases[number] in (self.stream, self.device.current())
 
@@ -161,10 +161,10 @@ class _Lease:
     ) -> None:
         if is_finalizing():  # this module may be gone already
             return
-        if not here() and self.memory.may_release(self._number):
-            self.memory.release(self._number)
+        if not here() and self.memory.may_end_lease(self._number):
+            self.memory.end_lease(self._number)
         else:
-            soon(partial(self.memory.release, self._number))
+            soon(partial(self.memory.end_lease, self._number))
 
 
 givers.insert(0, lambda nbytes: do_now())  # first: others free the memory that this one returns

@@ -282,7 +282,7 @@ def trim() -> None:
 
 
 def _free_idle_segments(nbytes: int) -> bool:
-    """Frees idle segments, about `nbytes`, when a device is out of memory. True if it freed any.
+    """Frees idle segments, about `nbytes`, of the first device that has some. True if it freed any.
 
     Called in the middle of an allocation, so it takes no lock that a thread keeps during an allocation.
     """

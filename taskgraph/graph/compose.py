@@ -552,7 +552,8 @@ def _accepts(compute: Callable[..., Any], arguments: int) -> bool:
 
 
 def _describe_call(compute: Callable[..., Any], arguments: tuple[str, ...]) -> str:
-    """Describes how `compute` is called and which parameters it takes, for an error message."""
+    """Returns the end of an error message, after the name of `compute`: how it is called, but what it takes, and where
+    it is defined."""
     given = list(arguments)
     while isinstance(compute, functools.partial):
         given[: -len(arguments)] = ["..."]

@@ -295,7 +295,10 @@ class LocalNodes:
                 log.warning("%s is not registered after %.0f s: %s", entry.name, now - began, said[-1])
 
     async def _watch(self, entry: _Process) -> None:
-        """Waits for the end of one process, and reports it."""
+        """Waits for the end of one process, and ends what user code has started there.
+
+        If the node died, begins to write that to etcd, and to start another one in its place if `_replace()` says so.
+        """
         watching = [
             asyncio.ensure_future(self._report_unregistered(entry)),
             asyncio.ensure_future(self._report_stalls(entry)),

@@ -146,6 +146,7 @@ def error_name(traceback: str) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Formats a duration: `0:07`, `4:12`, `1:04:12`."""
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

@@ -44,7 +44,7 @@ _WHY_CHARS = 2000
 
 
 class CoreArguments(TypedDict):
-    """Arguments of `NodeCore`."""
+    """Keyword arguments of `NodeCore`."""
 
     spec: JobSpec
     job: Job

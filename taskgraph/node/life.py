@@ -38,7 +38,7 @@ _LOG_EVERY = 10
 
 
 class LifeArguments(CoreArguments):
-    """Arguments of `NodeLife`.
+    """Keyword arguments of `NodeLife`, beside those of `NodeCore`.
 
     Attributes:
         control: the address of its control service.

@@ -252,7 +252,7 @@ class Replica:
         """
         task, shape = self.user_task, self.shape
 
-        def take() -> Snapshot:
+        def encode_state() -> Snapshot:
             check_attributes(task, shape)  # also after the last epoch, whose state gives the result
             return encode_snapshot(
                 task.snapshot() if shape.stateful else None,
@@ -267,8 +267,8 @@ class Replica:
             )
 
         if _is_small_snapshot(task, shape):
-            return await self.actor.call_on_loop("snapshot", take)
-        return await self.actor.call("snapshot", take)
+            return await self.actor.call_on_loop("snapshot", encode_state)
+        return await self.actor.call("snapshot", encode_state)
 
     async def copy_to_host(self, snapshot: Snapshot) -> Snapshot:
         """Copies a snapshot that stayed on the device to the host, while the task computes on."""
@@ -381,11 +381,11 @@ class Replica:
         """Calls `result()` and returns its value encoded; None if it returned None."""
         task, what = self.user_task, f"result of task {self.task}"
 
-        def take() -> Encoded | None:
+        def encode_result() -> Encoded | None:
             value = task.result()
             return None if value is None else encode(value, what=what)
 
-        return await self.actor.call("result", take)
+        return await self.actor.call("result", encode_result)
 
     async def tear_down(self) -> None:
         """Runs `teardown()` of a replica that was set up. No set-up may be running.

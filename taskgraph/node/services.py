@@ -27,7 +27,7 @@ __all__ = ["NodeServices", "ServicesArguments"]
 
 
 class ServicesArguments(LifeArguments):
-    """Arguments of `NodeServices`."""
+    """Keyword arguments of `NodeServices`, beside those of `NodeLife`."""
 
     file_threads: NotRequired[Threads | None]
     place: NotRequired[Place | None]

@@ -54,7 +54,7 @@ _Edges = dict[_Node, list[Edge]]
 
 
 def find_cycle(waits: Mapping[int, Sequence[Wait]]) -> list[Edge] | None:
-    """Finds a cycle of waits, in linear time.
+    """Finds a cycle of waits with a processor in it, in linear time. A cycle of handlers alone does not count.
 
     Args:
         waits: task -> the waits of its unfinished processors and handlers. Missing tasks count as making progress.

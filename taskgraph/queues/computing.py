@@ -172,7 +172,7 @@ class Computing:
         """Sends an ask, as `Share.ask` makes it."""
         it = self.it
         asked = self.share.ask(self.clock(), late=late, idle=idle)
-        count, digest = (len(it.values), "") if it.source is None else (-1, it.source.digest)
+        count, digest = (len(it.values), "") if it.source is None else (-1, it.source.pieces_digest)
         of_map = {"map": it.tag, "count": count, "digest": digest, "upto": it.upto}
         return ask_service(self.epoch, it.dealer, DEAL, {**asked, **of_map})
 

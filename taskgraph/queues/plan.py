@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from taskgraph.protocol.dealing import Ledger
 
-__all__ = ["DEAL", "Plan", "call_name", "plan_of", "plan_of_values", "processor_of"]
+__all__ = ["DEAL", "Plan", "call_name", "plan_of", "plan_of_count", "processor_of"]
 
 DEAL = "taskgraph.deal"
 """The method by which the processors of a map ask their dealer. No handler of a user has such a name, with a dot."""
@@ -45,8 +45,8 @@ class Plan(NamedTuple):
     over: bool = True
 
 
-def plan_of_values(count: int, upto: int | None) -> Plan:
-    """Returns the plan of a list of values."""
+def plan_of_count(count: int, upto: int | None) -> Plan:
+    """Returns the plan of `count` values of an epoch's own: the first `upto` of them; None: all."""
     here = count if upto is None else min(count, upto)
     return Plan([(0, piece) for piece in range(here)], left=count - here, over=here == count)
 

@@ -81,14 +81,14 @@ class WorkQueue:
             return self._pieces
 
     @property
-    def digest(self) -> str:
-        """A digest of the pieces. It finds them."""
+    def pieces_digest(self) -> str:
+        """A digest of the pieces. It finds them, which may take long."""
         _ = self.pieces
         return self._digest
 
     def _found(self) -> tuple[int, str]:
         """Finds the pieces. Returns how many there are, and their digest."""
-        return len(self.pieces), self.digest
+        return len(self.pieces), self.pieces_digest
 
     def ledger(self, pieces: int, seed: int) -> Ledger:
         """Returns the ledger of this many pieces before the first one is dealt."""

@@ -51,7 +51,7 @@ class Turn:
         return now[0] if now is not None and self._seen_s > limit_s else None
 
     @property
-    def frame(self) -> FrameType | None:
+    def innermost_frame(self) -> FrameType | None:
         """The innermost frame of the thread with the turn; None if all threads wait."""
         now = self._now
         return frame_of(now[0]) if now is not None else None

@@ -125,7 +125,7 @@ def run_guarded(
             if limit_s is not None and (stuck := turn.stuck_thread(limit_s, _POLL_S)) is not None:
                 raise Stuck(frame_of(stuck))
             for task in tasks:
-                if idle.has_exceeded(task.get_loop(), turn.frame, _POLL_S):
+                if idle.has_exceeded(task.get_loop(), turn.innermost_frame, _POLL_S):
                     _call_on_loop(task, idle.on_limit)
             if time.monotonic() - began > whole_s:
                 for task in tasks:

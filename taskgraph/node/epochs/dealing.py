@@ -15,7 +15,7 @@ from taskgraph.graph.values import decode, encode
 from taskgraph.observe.queues import SLOW, QueueStatus, Rate
 from taskgraph.protocol.messages import Answer, Reason, Request
 from taskgraph.queues.dealer import Dealer
-from taskgraph.queues.plan import plan_of_values
+from taskgraph.queues.plan import plan_of_count
 from taskgraph.queues.service import QueueTask
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Dealers:
         if isinstance(task, QueueTask):
             plan = task.plan(ask["upto"], job.seed)
         else:
-            plan = plan_of_values(ask["count"], ask["upto"])
+            plan = plan_of_count(ask["count"], ask["upto"])
         return Dealer(plan, attempt.term, job.tasks)
 
     def statuses(self, now: float) -> Iterator[QueueStatus]:

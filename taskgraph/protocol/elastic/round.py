@@ -96,8 +96,10 @@ class Round:
     # -- parts ------------------------------------------------------------------------------------
 
     def give_ahead(self, view: View) -> tuple[int, tuple[int, ...]]:
-        """Gives out parts before user code has reached the position. Returns their number in all, and those of this
-        worker; 0: there are none."""
+        """Gives out parts before user code has reached the position: it may have as many as the one before.
+
+        Returns that number, and the parts of this worker; 0: user code is there already, or the number is unknown.
+        """
         if self.parts:
             return 0, ()
         self.foreseen = DueParts.of(view, self.parts_before)

@@ -72,7 +72,7 @@ class Sharing:
         return value ^ (value >> 29)
 
     def is_refusal(self, reason: str) -> bool:
-        """True if a job failed with the reason that `stray` gives."""
+        """True if a job failed with this reason because the task of `stray` differed in its epoch."""
         if self.stray is None:
             return False
         task, epoch = self.stray

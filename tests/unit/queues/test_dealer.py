@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from taskgraph.queues.dealer import Dealer
 from taskgraph.queues.pieces import Result
-from taskgraph.queues.plan import Plan, plan_of, plan_of_values
+from taskgraph.queues.plan import Plan, plan_of, plan_of_count
 from taskgraph.queues.queue import WorkQueue
 from taskgraph.queues.worker import Share
 
@@ -99,7 +99,7 @@ events = st.lists(
 
 @given(st.integers(0, 12), events)
 def test_each_piece_is_sent_on_once(count: int, happening: list[tuple[str, int]]) -> None:
-    world = World(plan_of_values(count, None)._replace(attempts=100, straggler=1.0))
+    world = World(plan_of_count(count, None)._replace(attempts=100, straggler=1.0))
     for kind, task in happening:
         world.now += 0.5
         if kind == "ask":
@@ -119,7 +119,7 @@ def test_each_piece_is_sent_on_once(count: int, happening: list[tuple[str, int]]
 
 
 def test_results_outlive_the_dealer() -> None:
-    world = World(plan_of_values(12, None))
+    world = World(plan_of_count(12, None))
     world.ask(1)
     world.compute(1)
     world.ask(1)
@@ -135,7 +135,7 @@ def test_results_outlive_the_dealer() -> None:
 
 
 def test_pieces_of_a_task_that_died_are_dealt_to_others() -> None:
-    world = World(plan_of_values(3, None))
+    world = World(plan_of_count(3, None))
     for task in range(3):
         world.ask(task)
     lost = world.shares[1].todo[0].place
@@ -145,7 +145,7 @@ def test_pieces_of_a_task_that_died_are_dealt_to_others() -> None:
 
 
 def test_a_late_result_is_not_sent_on() -> None:
-    world = World(plan_of_values(2, None)._replace(straggler=2.0), tasks=2)
+    world = World(plan_of_count(2, None)._replace(straggler=2.0), tasks=2)
     world.ask(0)
     world.ask(1)
     world.now = 1.0
@@ -165,7 +165,7 @@ def test_a_late_result_is_not_sent_on() -> None:
 
 
 def test_a_task_at_a_long_piece_gives_the_others_back() -> None:
-    world = World(plan_of_values(20, None)._replace(straggler=2.0), tasks=2)
+    world = World(plan_of_count(20, None)._replace(straggler=2.0), tasks=2)
     world.ask(0)
     world.compute(0)
     world.ask(0)
@@ -185,7 +185,7 @@ def test_a_task_at_a_long_piece_gives_the_others_back() -> None:
 
 
 def test_chunks_grow_with_short_pieces_and_shrink_towards_the_end() -> None:
-    world, sizes = World(plan_of_values(1000, None), tasks=2), []
+    world, sizes = World(plan_of_count(1000, None), tasks=2), []
     while world.shares[0].last is None:
         world.ask(0)
         sizes.append(len(world.shares[0].todo))
@@ -197,7 +197,7 @@ def test_chunks_grow_with_short_pieces_and_shrink_towards_the_end() -> None:
 
 
 def test_long_pieces_are_dealt_one_by_one() -> None:
-    world = World(plan_of_values(100, None), tasks=1)
+    world = World(plan_of_count(100, None), tasks=1)
     for _ in range(5):
         world.ask(0)
         assert len(world.shares[0].todo) == 1
@@ -206,7 +206,7 @@ def test_long_pieces_are_dealt_one_by_one() -> None:
 
 
 def test_a_piece_set_aside_is_sent_on_by_one_task_also_if_that_dies() -> None:
-    world = World(plan_of_values(1, None)._replace(attempts=1, on_error="set aside"), tasks=2)
+    world = World(plan_of_count(1, None)._replace(attempts=1, on_error="set aside"), tasks=2)
     world.ask(0)
     world.compute(0, fails=True)
     world.ask(0)
@@ -245,6 +245,6 @@ def asked(**changes: Any) -> dict[str, Any]:
 
 
 def test_strange_pieces_in_an_ask_change_nothing() -> None:
-    dealer = Dealer(plan_of_values(2, None), 1, 1)
+    dealer = Dealer(plan_of_count(2, None), 1, 1)
     answer = dealer.answer(0, 1, asked(finished=np.array([[7, 1]], np.int64)), 0.0)
     assert answer is not None and len(answer["pieces"]) == 1
