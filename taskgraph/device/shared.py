@@ -282,11 +282,12 @@ def trim() -> None:
 
 
 def _free_idle_segments(nbytes: int) -> bool:
-    """Frees idle segments, about `nbytes`, of the first device that has some. True if it freed any.
+    """Frees idle segments, about `nbytes` on each device: which one is short is not known. True if it freed any.
 
     Called in the middle of an allocation, so it takes no lock that a thread keeps during an allocation.
     """
-    return any(memory.shrink(nbytes) for memory in tuple(_offered.values()))
+    freed = [memory.shrink(nbytes) for memory in tuple(_offered.values())]
+    return any(freed)
 
 
 givers.append(_free_idle_segments)

@@ -145,14 +145,15 @@ def test_short_memory_frees_idle(memory: SharedMemory) -> None:
     assert memory.shrink(1) and not memory.shrink(1)
 
 
-def test_asked_before_out_of_memory(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asked_before_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_offered", {})
-    memory = shared.offer(soft)
-    segment = taken(memory)
+    both = [shared.offer(SoftDevice()) for _ in range(2)]  # the giver is not told which of them is short
+    segments = [taken(memory) for memory in both]
     (give_back,) = [giver for giver in givers if giver.__module__ == shared.__name__]
     assert not give_back(MIB)
-    memory.give_back(segment, [])
-    assert give_back(MIB) and not len(memory)
+    for memory, segment in zip(both, segments, strict=True):
+        memory.give_back(segment, [])
+    assert give_back(MIB) and not any(map(len, both))
 
 
 def test_take_without_memory(memory: SharedMemory, soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
