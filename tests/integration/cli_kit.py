@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import io
 import json
@@ -79,20 +80,23 @@ class Command:
         raise AssertionError(f"it ended, or took too long, without {text!r}: {''.join(lines)}")
 
     async def done(self, limit_s: float = LIMIT_S) -> Done:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        streams = _read(self.process.stdout, self.out), _read(self.process.stderr, self.err)
         try:
             async with asyncio.timeout(limit_s):
-                out, err = await self.process.communicate()
+                *_, code = await asyncio.gather(*streams, self.process.wait())
         except TimeoutError:
             raise AssertionError(f"it did not end within {limit_s:g} s: {''.join(self.err)}") from None
-        assert self.process.returncode is not None
-        return Done(
-            self.process.returncode,
-            "".join(self.out) + out.decode(),
-            "".join(self.err) + err.decode(),
-        )
+        return Done(code, "".join(self.out), "".join(self.err))
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
+
+
+async def _read(stream: asyncio.StreamReader, found: list[str]) -> None:
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    while piece := await stream.read(1 << 16):
+        found.append(decode(piece))
 
 
 class Cli:

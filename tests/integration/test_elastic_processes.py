@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,9 @@ async def test_commands_that_look(cli: Cli) -> None:
 async def test_code_that_ends_all_workers_fails_the_job(cli: Cli, tmp_path: Path) -> None:
     done = await cli("run", str(CRASH), "--nodes", "1", "--replace", "-o", f"checkpoint=file://{tmp_path}/kept")
     assert done.code == 1
-    said = "all workers have ended 2 times (fatal_deaths=2) before the job got past sum 2, and would again: n2 exited"
-    assert said in done.err and "its checkpoint of sum 2 is complete" in done.err
+    said = r"all workers have ended 2 times \(fatal_deaths=2\) before the job got past sum ([1-3]), and would again: n"
+    assert (found := re.search(said, done.err)) is not None, done.err
+    assert f"its checkpoint of sum {found[1]} is complete" in done.err
 
 
 async def test_run_without_final_manifest_is_resumed(cli: Cli, tmp_path: Path) -> None:

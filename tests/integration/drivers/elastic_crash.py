@@ -1,4 +1,4 @@
-"""An elastic job whose code ends every worker in step 3, once there is a checkpoint of the first two steps."""
+"""An elastic job whose code ends every worker in step 3, once there is a checkpoint."""
 
 import os
 import time
@@ -15,7 +15,7 @@ def fit(run, checkpoint: str):
     for step in run.steps(rows=60, batch=12, parts=4, passes=30):
         for part in step:
             if step.number == 3:
-                while not any(Path(checkpoint.removeprefix("file://")).glob("fit/*e000000002*")):
+                while not any(Path(checkpoint.removeprefix("file://")).glob("fit/*/manifest.json")):
                     time.sleep(0.01)
                 os._exit(7)
             part.add(g=np.float64(part.rows.sum()))
