@@ -52,7 +52,7 @@ class Noting(tg.Task, state=["pulls"]):
 
 
 @tg.job
-def noted(place: str, servers: int = 2, epochs: int = 8, optimizer: str = "sgd") -> tg.Job:
+def noted(place: str, servers: int = 2, epochs: int = 16, optimizer: str = "sgd") -> tg.Job:
     options: Any = {"servers": servers, "optimizer": optimizer}
     return tg.Job(
         tasks=2,
