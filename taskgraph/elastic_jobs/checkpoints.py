@@ -123,7 +123,7 @@ class Checkpoints:
         return job.checkpoint is None or job.checkpoint.record.epoch < copy.position
 
     async def _write(self, copy: StateCopy) -> None:
-        """Writes a state as a checkpoint, and points to it, unless the job has none to write any more."""
+        """Writes a state as a checkpoint, and points to it, unless the job writes none now."""
         node, job, store = self._node, self._node.keeper.view, self._reader.store
         if job.epoch is None or job.workers is None or not self._is_useful(copy, job.workers.record.lineage):
             return

@@ -289,4 +289,4 @@ class Engine:
 
 
 def _hear_nothing() -> None:
-    """Does nothing: nobody waits for messages."""
+    """Does nothing: no code waits for messages."""

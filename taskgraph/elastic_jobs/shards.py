@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def _keep_nothing() -> None:
-    """Does nothing: nobody keeps results."""
+    """Does nothing: results are not kept."""
 
 
 class RunOfShards(Protocol):

@@ -105,7 +105,7 @@ class MapProgress:
         return progress_text(self._name, self._done, self._total, rate, self._workers, errors, columns)
 
     def _write(self, text: str) -> None:
-        """Writes a text to `out`. After an error, later calls write nothing: the map goes on though nobody reads it."""
+        """Writes a text to `out`. After an error, later calls write nothing: the map goes on without a reader."""
         try:
             self._out.write(text)
             self._out.flush()

@@ -98,7 +98,7 @@ class Progress:
         self._printed: deque[int] = deque(maxlen=_FEW)
 
     def _write(self, text: str) -> None:
-        """Writes a text to `out`. After an error, later calls write nothing: the job goes on though nobody reads it."""
+        """Writes a text to `out`. After an error, later calls write nothing: the job goes on without a reader."""
         if self._closed:
             return
         try:

@@ -44,7 +44,7 @@ def _exact_text(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return np.array2string(value, threshold=_LONG, separator=", ")
     if type(value).__module__ == "torch" and value.numel() > _LONG and value.dtype.is_floating_point:
-        array = value.detach().float().numpy()
+        array = value.detach().float().cpu().numpy()
         return f"tensor({np.array2string(array, threshold=_LONG, separator=', ', prefix='tensor(')})"
     if isinstance(value, str):
         return value

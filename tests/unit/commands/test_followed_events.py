@@ -46,7 +46,7 @@ async def test_events_wait_for_etcd_at_start(
 async def test_status_counts_a_failover_before_its_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run reports it once no more events come; a job that nobody follows has no report."""
+    """The run reports it once no more events come; a job that no command follows has no report."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     etcd, keys = in_memory(monkeypatch), Keys("fit")
     await submit(etcd, JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit")))
