@@ -66,8 +66,8 @@ class Command:
     err: list[str] = field(default_factory=list)
     out: list[str] = field(default_factory=list)
 
-    async def until(self, text: str, *, out: bool = False) -> str:
-        """The next line of standard error (or output) that contains `text`."""
+    async def until(self, *texts: str, out: bool = False) -> str:
+        """The next line of standard error (or output) that contains one of `texts`."""
         stream = self.process.stdout if out else self.process.stderr
         lines = self.out if out else self.err
         assert stream is not None
@@ -75,9 +75,9 @@ class Command:
             async with asyncio.timeout(LIMIT_S):
                 while line := (await stream.readline()).decode():
                     lines.append(line)
-                    if text in line:
+                    if any(text in line for text in texts):
                         return line
-        raise AssertionError(f"it ended, or took too long, without {text!r}: {''.join(lines)}")
+        raise AssertionError(f"it ended, or took too long, without {' or '.join(map(repr, texts))}: {''.join(lines)}")
 
     async def done(self, limit_s: float = LIMIT_S) -> Done:
         assert self.process.stdout is not None and self.process.stderr is not None
@@ -137,7 +137,7 @@ class Cli:
         """A run that stops in this epoch until `open` is called."""
         options = ("-o", f"pause_at={epoch}", "-o", f"gate={self.gate}")
         command = await self.start("run", str(DRIVER), *options, *arguments)
-        await command.until(f"epoch {epoch - 1}/")
+        await command.until(f"epoch {epoch - 1}/", f"epoch {epoch} waits")  # no commit if another node leads just then
         return command
 
     async def status(self, job: str, reached: Callable[[dict[str, Any]], bool] = bool, *arguments: str) -> Any:

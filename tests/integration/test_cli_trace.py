@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ async def traced(run: Command, tracing: Command) -> None:
     line = await tracing.until("tracing epochs")
     first = int(line.split("tracing epochs ")[1].split()[0])
     async with asyncio.timeout(LIMIT_S):
-        while int((await run.until("epoch ")).partition("epoch ")[2].partition("/")[0]) < first + 3:
+        while not (at := re.match(r"epoch (\d+)/", await run.until("epoch "))) or int(at[1]) < first + 3:
             pass
 
 

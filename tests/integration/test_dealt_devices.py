@@ -20,7 +20,7 @@ async def test_devices_are_dealt_advertised_and_what_needs_one_is_there(cli: Cli
     run = await cli.start("run", DRIVER, "--nodes", "3", "--json", *options, *patient, **pretended)
     await run.until("waits for nodes")
     bare = await cli.start("launch", "dealt", "--nodes", "1", **{**pretended, VISIBLE: ""})
-    await run.until("epoch 0/")
+    await run.until("the job began")
     found = json.loads((await cli("status", "dealt", "--json")).out)
     have = {node["name"]: node["device_ids"] for node in found["nodes"]}
     assert have == {"n1": ["3"], "n2": ["GPU-8932f937-d72c"], "n3": ["3"], "n4": []}
@@ -35,15 +35,15 @@ async def test_devices_are_dealt_advertised_and_what_needs_one_is_there(cli: Cli
     assert done.code == 0, done.err
     assert (await bare.done()).code == 0
     values = json.loads(done.out)["values"]
-    devices = {task["task"]: have[task["primary"]] for task in found["tasks"]}
-    for task, (seen, xp) in values.items():
+    of_process = {node["pid"]: node["device_ids"] for node in found["nodes"]}
+    assert len(values) == 8
+    for pid, seen, xp in values.values():
         assert xp == "numpy", "there is no real one"
-        if devices[int(task)]:
-            assert [seen] == devices[int(task)]
+        assert [seen] == (of_process[pid] or [""])
 
 
 async def test_what_a_batch_system_assigned_may_be_left_to_all_nodes(cli: Cli) -> None:
     options = ("-o", "tasks=2", "-o", "deal=false")
     done = await cli("run", DRIVER, "--nodes", "2", "--json", *options, **{PRETEND: "1", VISIBLE: "2,5"})
     assert done.code == 0, done.err
-    assert [seen for seen, _ in json.loads(done.out)["values"].values()] == ["2,5", "2,5"]
+    assert [seen for _, seen, _ in json.loads(done.out)["values"].values()] == ["2,5", "2,5"]
