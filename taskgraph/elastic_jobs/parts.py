@@ -140,6 +140,8 @@ class Round:
         path, here, there = found
         if path[:1] in (("gradients",), ("buffers",)) and "nothing" in (here, there):
             advice = 'use all parameters in all parts, or count those as 0 with run.steps(unused="zero")'
+        elif "an int" in (here, there) and "a float" in (here, there):
+            advice = "add a float in all parts: a sum begins with 0.0, not 0"
         else:
             advice = "add the same names with the same shapes and dtypes in all parts"
         raise StepError(f"{where} has {here} as {title(path)}, and part {first} has {there}: {advice}")

@@ -247,6 +247,15 @@ def other_dtype(run: Any) -> None:
             part.add(g={"w": np.zeros(3, np.float32 if part.number == 2 else np.float64)})
 
 
+@fails(
+    StepError, r"part 2 of step 0 has a float as part\.add\(loss=\.\.\.\), and part 0 has an int: add a float in all p"
+)
+def int_and_float(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.add(loss=sum(0.5 for _ in range(part.number // 2)))
+
+
 @fails(StepError, r"part 1 of step 0 collected 'y', and part 0 'x'")
 def other_collected(run: Any) -> None:
     for step in small(run):
