@@ -32,7 +32,7 @@ class Cluster:
         self._handles.append(await self._connect())
         return self._handles[-1]
 
-    async def lease(self, node: Coordinator, ttl_s: float = 2.0, stall_limit_s: float = 60.0) -> Lease:
+    async def lease(self, node: Coordinator, ttl_s: float = 20.0, stall_limit_s: float = 60.0) -> Lease:
         """Takes a lease that is revoked at the end of the test."""
         self._leases.append(await node.lease(ttl_s, stall_limit_s=stall_limit_s))
         return self._leases[-1]

@@ -29,21 +29,21 @@ async def lost(lease: Lease) -> None:
 
 
 async def renewal_keeps_a_lease(cluster: Cluster, node: Coordinator) -> None:
-    lease = await cluster.lease(node, 2.0, stall_limit_s=60.0)
+    lease = await cluster.lease(node, 4.0, stall_limit_s=60.0)
     await cluster.put(node, "a", b"", lease.id)
-    loop, last = asyncio.get_running_loop(), lease.valid_until()
-    end = loop.time() + 3.0
-    while loop.time() < end:
+    last = lease.valid_until()
+    end = last + 0.5
+    while node.now() < end:
         await asyncio.sleep(0.1)
         assert lease.valid_until() >= last
         last = lease.valid_until()
-        assert 0.0 < last - node.now() <= 2.0
+        assert 0.0 < last - node.now() <= 4.0
     assert await node.get(cluster.key("a")) is not None and not lease.lost()
 
 
 async def closed_lease_expires_with_its_keys(cluster: Cluster, node: Coordinator) -> None:
     observer = await cluster.node()
-    lease = await cluster.lease(node)
+    lease = await cluster.lease(node, 2.0)
     start = (await cluster.put(node, "a", b"", lease.id)).revision + 1
     await lease.close(revoke=False)
     closed_at, valid_until = asyncio.get_running_loop().time(), lease.valid_until()
@@ -65,9 +65,9 @@ async def stuck_loop_loses_the_lease(cluster: Cluster, node: Coordinator) -> Non
 async def tick_resumes_the_renewal(cluster: Cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node, 4.0, stall_limit_s=0.3)
     await cluster.put(node, "a", b"", lease.id)
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(1.0)  # a renewal was due after 0.8 s
     stalled_until = lease.valid_until()
-    assert stalled_until - node.now() < 2.1
+    assert stalled_until - node.now() < 3.1
     async with asyncio.timeout(30):
         while lease.valid_until() <= stalled_until:
             lease.tick()
@@ -77,20 +77,21 @@ async def tick_resumes_the_renewal(cluster: Cluster, node: Coordinator) -> None:
 
 async def seconds_left_of_any_lease(cluster: Cluster, node: Coordinator) -> None:
     observer = await cluster.node()
-    renewed, lease = await cluster.lease(node, 3.0), await cluster.lease(node, 3.0)
+    renewed, lease = await cluster.lease(node, 4.0), await cluster.lease(node, 4.0)
     await cluster.put(node, "a", b"", lease.id)
     await lease.close(revoke=False)
+    latest = node.now() + lease.ttl_s  # when it ends if it was renewed just now
     answers: list[int | None] = []
     async with asyncio.timeout(30):
         while not answers or answers[-1] is not None:
             sent_at = observer.now()
             answers.append(await observer.lease_left(lease.id))
-            if answers[-1]:  # less than a second more is left than the answer says
-                assert answers[-1] <= lease.valid_until() + 1.0 - sent_at and sent_at < lease.valid_until() + 0.1
-            assert await observer.lease_left(renewed.id) in (1, 2, 3)
+            if answers[-1]:
+                assert answers[-1] <= latest - sent_at
+            assert await observer.lease_left(renewed.id) in (1, 2, 3, 4)
             await asyncio.sleep(0.05)
     seconds = [left for left in dict.fromkeys(answers) if left is not None]  # a busy test may miss one
-    assert answers[-1] is None and len(seconds) > 1 and seconds == sorted({2, 1, 0}.intersection(seconds), reverse=True)
+    assert len(seconds) > 1 and seconds == sorted(seconds, reverse=True) and seconds[-1] >= 0
     assert await observer.get(cluster.key("a")) is None
     assert await observer.lease_left(0x7FFFFFFF) is None
 
@@ -108,12 +109,12 @@ class LeasesSuite(Clusters):
     """Leases: renewed, revoked, lost and ended."""
 
     async def test_lease_has_two_seconds_at_least(self, cluster: Cluster, node: Coordinator) -> None:
+        before = node.now()
         short, long = await cluster.lease(node, 0.5), await cluster.lease(node, 4.2)
         assert short.ttl_s == 2.0 and long.ttl_s == 5.0
         assert short.id != long.id and short.id > 0
         for lease in (short, long):
-            left_s = lease.valid_until() - node.now()
-            assert lease.ttl_s - 1.9 < left_s <= lease.ttl_s
+            assert before <= lease.valid_until() - lease.ttl_s <= node.now()
             assert not lease.lost()
 
     async def test_revoke_deletes_keys_at_one_revision(self, cluster: Cluster, node: Coordinator) -> None:
@@ -160,7 +161,7 @@ class LeasesSuite(Clusters):
         await node.revoke(0x7FFFFFFF)
 
     async def test_lease_revoked_by_another_node_is_lost(self, cluster: Cluster, node: Coordinator) -> None:
-        lease = await cluster.lease(node)
+        lease = await cluster.lease(node, 2.0)
         other = await cluster.node()
         await other.revoke(lease.id)
         await lost(lease)

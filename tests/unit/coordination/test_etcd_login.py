@@ -62,9 +62,10 @@ class FakeEtcd:
 
         def authenticate(request: v3.AuthenticateRequest, *, timeout: float) -> v3.AuthenticateResponse:
             self.limits.append(timeout)
+            slow = self.slow
             self.asked.set()
-            if self.slow is not None:
-                self.slow.wait(60)
+            if slow is not None:
+                slow.wait(60)
             if (failed := next(self.outcomes, None)) is not None:
                 raise failed
             self.tokens.append(f"{request.name}.{len(self.tokens)}")
@@ -208,8 +209,11 @@ async def test_lease_logs_in_while_the_loop_is_blocked(
 async def test_lease_needs_no_login_if_etcd_checks_no_token(etcd: FakeEtcd) -> None:
     login, etcd.looks = Login(OPTIONS), False
     login.drop_token(await logged_in(login))
-    etcd.slow = threading.Event()
+    etcd.asked.clear()
+    answers = etcd.slow = threading.Event()
     login.join_or_begin(OPTIONS.endpoints[0])
+    await asyncio.to_thread(etcd.asked.wait)
+    etcd.slow = None  # a stream that is closed ends no login
     lease = lease_of(OPTIONS, login)
     lease.start()
     try:
@@ -219,6 +223,7 @@ async def test_lease_needs_no_login_if_etcd_checks_no_token(etcd: FakeEtcd) -> N
                 await asyncio.sleep(0.001)
         assert login.token is None and login.waits()
     finally:
+        answers.set()
         await lease.close(revoke=False)
         await login.close()
 

@@ -119,7 +119,10 @@ async def test_unreachable_results_are_reported_once(
             follower._on_event = lambda event: said.append(event.text)
         (tmp_path / "c").unlink()
         collecting = asyncio.ensure_future(follower.results())
-        await asyncio.sleep(1.0)
+        async with asyncio.timeout(30):
+            while not said and "cannot be collected" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # it is not said once more
         collecting.cancel()
         await asyncio.gather(collecting, return_exceptions=True)
     logged = [record.message for record in caplog.records if "cannot be collected" in record.message]
@@ -144,7 +147,7 @@ async def test_slow_results_are_waited_for_silently(
 
     async with following(holder := Computing(GOOD), tmp_path) as follower:
         assert damaged_tasks(await follower.results()) == []
-        assert holder.asked == 3 and follower.unreachable is None
+        assert holder.asked >= 3 and follower.unreachable is None
     assert "cannot be collected" not in caplog.text
 
 

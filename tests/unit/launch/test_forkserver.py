@@ -304,7 +304,7 @@ def test_failed_fork_is_reported(how: str, which: int, monkeypatch: pytest.Monke
         return forked[-1]
 
     monkeypatch.setattr(os, "fork", failing)
-    monkeypatch.setattr(forkserver, "_FORK_S", 0.2)
+    monkeypatch.setattr(forkserver, "_FORK_S", 0.2 if how == "hangs" else LIMIT_S)
     ours, theirs = socket.socketpair()
     with ours, theirs, open(until_closed), open(close, "w"):
         forkserver._fork(theirs, os.getppid(), config("127.0.0.1:1"), 1, lambda _: os._exit(0))

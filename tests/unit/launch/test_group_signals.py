@@ -15,6 +15,7 @@ import pytest
 
 from taskgraph.commands.common import on_ending_signals, take_orders
 from taskgraph.commands.joining import _on_signals
+from taskgraph.launch import supervise
 from taskgraph.launch.forkserver import NotStarted
 from taskgraph.launch.supervise import _start_unless
 from taskgraph.system import signals
@@ -97,8 +98,9 @@ async def test_ending_launcher_starts_no_more_nodes() -> None:
 
 
 @pytest.mark.parametrize("signalled", [True, False])
-async def test_signal_to_the_group_is_no_failed_start(signalled: bool) -> None:
+async def test_signal_to_the_group_is_no_failed_start(signalled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork server gets the same signal, and may end first."""
+    monkeypatch.setattr(supervise, "_SAME_SIGNAL_S", 30.0 if signalled else 0.1)
     leave = asyncio.Event()
 
     async def start(count: int) -> None:

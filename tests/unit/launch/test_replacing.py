@@ -116,7 +116,7 @@ async def test_replacement_has_the_devices_and_a_new_name(
 
 async def test_node_that_left_is_not_replaced(tmp_path: Path, quick: None) -> None:
     async with launched(tmp_path, 2, "exit 4", "exit 0") as nodes:
-        await until(lambda: "n3" in nodes.pids())
+        await until(lambda: "n3" in nodes.pids() and "n2" in nodes.codes())
         assert nodes.codes() == {"n1": 4, "n2": 0} and list(nodes.pids()) == ["n3"]
 
 

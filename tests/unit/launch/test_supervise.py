@@ -403,11 +403,19 @@ def test_failure_shows_the_last_logs() -> None:
     assert shown.endswith("--- and 4 before")
 
 
-@pytest.mark.parametrize(("code_s", "ends"), [(5.0, 0), (0.1, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("script", "code_s", "ends"),
+    [("""trap '' TERM; touch "$0"; sleep 0.6; exit 0""", 60.0, 0), (_NEVER_LEAVES, 0.1, -signal.SIGKILL)],
+)
 async def test_finished_job_waits_for_teardown(
-    code_s: float, ends: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    script: str,
+    code_s: float,
+    ends: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(Scripted, "script", """trap '' TERM; touch "$0"; sleep 0.6; exit 0""")
+    monkeypatch.setattr(Scripted, "script", script)
     monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.02)
     teardown = lastwords.LastCalls((RunningCode("teardown", 3, 9),), True)
     monkeypatch.setattr(lastwords, "read", lambda folder: teardown)

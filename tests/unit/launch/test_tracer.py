@@ -93,7 +93,7 @@ Started = Callable[..., "contextlib.AbstractAsyncContextManager[Job]"]
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
-    monkeypatch.setattr(tracing, "_LEFT_S", 0.3)
+    monkeypatch.setattr(tracing, "_LEFT_S", LIMIT_S)
 
     @contextlib.asynccontextmanager
     async def start(*names: str, registered: int = 9) -> AsyncIterator[Job]:
@@ -138,6 +138,7 @@ async def test_frozen_node_is_given_up_after_the_others(
     async def unheard(self: TraceCall) -> None:
         pass
 
+    monkeypatch.setattr(tracing, "_LEFT_S", 0.3)
     async with started("n1", "n2") as job:
         async with job.traced(tracer := job.tracer()):
             await asyncio.sleep(0)

@@ -12,7 +12,7 @@ from taskgraph.transport.endpoints import host_key
 __all__ = ["LIMIT_S", "TOKEN", "Service", "TracedNode"]
 
 TOKEN = bytes(range(32))
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class TracedNode:

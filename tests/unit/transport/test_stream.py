@@ -257,7 +257,7 @@ async def test_recorded_hello_is_useless(streams: Cluster) -> None:
     ids=["http", "empty call", "cut", "call", "tell"],
 )
 async def test_strangers_are_disconnected(streams: Cluster, data: bytes) -> None:
-    b = await streams.node(settings=Settings(connect_s=0.2))
+    b = await streams.node(settings=Settings(connect_s=1.0))
     a = await streams.node()
     reader, writer = await stranger(b.peer)
     async with hung_up(writer):
@@ -290,7 +290,7 @@ async def test_strangers_leave_no_receive_buffers(folder: Path, caplog: pytest.L
         pack_frame(Head(Kind.HELLO_OPEN, 0, header=4096)) + bytes(4000),
     )
     async with cluster_of("tcp", folder) as cluster:
-        node = await cluster.node()
+        node = await cluster.node(settings=Settings(connect_s=60.0))  # none is hung up on for its silence
         gc.collect()
         gc.disable()
         tracemalloc.start()
