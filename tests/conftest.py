@@ -7,6 +7,7 @@ import gc
 import inspect
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -76,6 +77,14 @@ def embedded_etcd() -> Iterator[EmbeddedEtcd]:
             yield etcd
         finally:
             runner.run(etcd.stop())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_runtime_directory() -> Iterator[None]:
+    """Names of jobs are unique on a host: tests that run at the same time run some of one name."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        patch.setenv("TASKGRAPH_RUNTIME_DIR", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

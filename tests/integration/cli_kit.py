@@ -24,12 +24,14 @@ from processes_kit import becomes
 from taskgraph.cli import main
 
 DRIVER = Path(__file__).parent / "drivers" / "sums.py"
-LIMIT_S = 60.0
+LIMIT_S = 100.0
 QUICK = ("events", "kill", "result", "shards")
 """Commands that are called in this process: one of their own takes 0.3 s of processor time for each call."""
 _IN_PROCESS = threading.Lock()
 TIMEOUTS_S = (4, 12, 40)
 """For `--timeout` of a job that has to begin before, one after another: how long that takes depends on the machine."""
+PATIENT = ("--set", "start_wait_s=100", "--set", "admit_wait_s=100", "--set", "lease_ttl_s=60")
+"""A job begins with all its nodes and backups, however slow the machine is, and loses none that stands still."""
 
 
 def sums(tasks: int = 7, epochs: int = 6) -> list[int]:
@@ -134,10 +136,13 @@ class Cli:
         return await (await self.start(*arguments, python=python or ("-m", "taskgraph"), **env)).done()
 
     async def paused(self, *arguments: str, epoch: int = 2) -> Command:
-        """A run that stops in this epoch until `open` is called."""
-        options = ("-o", f"pause_at={epoch}", "-o", f"gate={self.gate}")
-        command = await self.start("run", str(DRIVER), *options, *arguments)
+        """A run that stops in this epoch, where task 0 computes until `open` is called."""
+        paused = self.root / "paused"
+        paused.unlink(missing_ok=True)
+        options = ("-o", f"pause_at={epoch}", "-o", f"gate={self.gate}", "-o", f"paused={paused}")
+        command = await self.start("run", str(DRIVER), *PATIENT, *options, *arguments)
         await command.until(f"epoch {epoch - 1}/", f"epoch {epoch} waits")  # no commit if another node leads just then
+        await becomes(paused.exists, LIMIT_S)
         return command
 
     async def status(self, job: str, reached: Callable[[dict[str, Any]], bool] = bool, *arguments: str) -> Any:
@@ -147,6 +152,15 @@ class Cli:
             return done.code == 0 and reached(json.loads(done.out))
 
         return json.loads((await self.once(is_so, "status", job, "--json", *arguments)).out)
+
+    async def held(self, job: str, *, backups: int = 1) -> Any:
+        """The status once every task has its backups, on nodes that answer: on a busy machine they come late."""
+
+        def is_so(now: dict[str, Any]) -> bool:
+            living = {node["name"] for node in now["nodes"] if node["answers"]}
+            return all(len(living & set(task["in_sync"])) > backups for task in now["tasks"])
+
+        return await self.status(job, is_so)
 
     async def once(self, reached: Callable[[Done], bool], *arguments: str) -> Done:
         """What a command says, which is called until it says what is `reached`."""

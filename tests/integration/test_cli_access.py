@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_kit import DRIVER, Cli, printed, sums
+from cli_kit import DRIVER, LIMIT_S, Cli, printed, sums
 from etcd_kit import etcd_with_tls, etcd_with_users, etcdctl, make_certificates
 
 import taskgraph as tg
@@ -25,7 +25,7 @@ async def everything(cli: Cli, name: str, *access: str) -> None:
     launch = await cli.start(*("2" if word == "N" else word for word in told[1:]))
     by_hand = await cli.start("node", "--job", name, "--name", "hand", *access, *token)
     names, epoch = set[str](), 0
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while not (names >= {"n1", "n2", "hand"} and epoch >= 1):  # the job begins with the first of them
             found = json.loads((await cli("status", name, "--json", *access, *token)).out)
             names, epoch = {node["name"] for node in found["nodes"]}, found["epoch"]

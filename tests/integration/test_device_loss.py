@@ -9,16 +9,20 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_kit import Cli, Done
+from cli_kit import PATIENT, Cli, Done
 
 DRIVER = str(Path(__file__).parent / "drivers" / "poisoned.py")
+
+
+TIDY = (*PATIENT, "--set", "takeover_stagger_s=10")
+"""Each node begins with the tasks that are its own, however slow the machine is."""
 
 
 async def run(cli: Cli, nodes: int, *options: str) -> Done:
     marks = cli.root / "marks"
     marks.mkdir()
     given = [part for option in (*options, f"marks={marks}") for part in ("-o", option)]
-    return await cli("run", DRIVER, "--nodes", str(nodes), "--json", "--logs", *given)
+    return await cli("run", DRIVER, "--nodes", str(nodes), "--json", "--logs", *TIDY, *given)
 
 
 async def test_the_process_ends_and_the_task_goes_on_elsewhere(cli: Cli) -> None:

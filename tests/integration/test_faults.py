@@ -57,16 +57,6 @@ async def status(cli: Cli, job: str = "steady") -> dict[str, Any]:
     return await cli.status(job)
 
 
-async def held(cli: Cli, job: str = "steady", *, backups: int = 1) -> dict[str, Any]:
-    """The status once every task has its backups, which on a busy machine come late."""
-
-    def is_so(now: dict[str, Any]) -> bool:
-        living = {node["name"] for node in now["nodes"] if node["answers"]}
-        return all(len(living & set(task["in_sync"])) > backups for task in now["tasks"])
-
-    return await cli.status(job, is_so)
-
-
 def primary_pid(now: dict[str, Any], task: int) -> int:
     name = now["tasks"][task]["primary"]
     return next(node["pid"] for node in now["nodes"] if node["name"] == name)
@@ -75,7 +65,7 @@ def primary_pid(now: dict[str, Any], task: int) -> int:
 async def test_three_kills_change_no_result(cli: Cli) -> None:
     command = await started(cli, "--nodes", "5")
     for arguments in (["--task", "0"], ["--task", "5"], ["--task", "3", "--backup"]):
-        await held(cli)
+        await cli.held("steady")
         assert "sent SIGKILL" in (await cli("kill", "steady", *arguments)).out
     cli.open()
     check(await command.done(), failovers=2)
@@ -87,10 +77,9 @@ async def test_three_kills_change_no_result(cli: Cli) -> None:
 
 async def test_two_nodes_at_once_with_two_backups(cli: Cli) -> None:
     command = await started(cli, "--nodes", "4", "-o", "backups=2")
-    now = await held(cli, backups=2)
-    first, second = (primary_pid(now, task) for task in (0, 6))
-    assert first != second
-    kill_at_once((first, second))
+    await cli.status("steady", lambda now: len({task["primary"] for task in now["tasks"]}) > 1)
+    now = await cli.held("steady", backups=2)
+    kill_at_once(sorted({primary_pid(now, task) for task in range(7)})[:2])
     cli.open()
     check(await command.done(), failovers=2)
 
@@ -98,7 +87,7 @@ async def test_two_nodes_at_once_with_two_backups(cli: Cli) -> None:
 @pytest.mark.smoke
 async def test_frozen_primary_steps_down(cli: Cli) -> None:
     command = await started(cli, "--nodes", "3", "-o", "lease_ttl_s=2", "-o", "epochs=100")
-    pid = primary_pid(await held(cli), 0)
+    pid = primary_pid(await cli.held("steady"), 0)
     os.kill(pid, signal.SIGSTOP)
     try:
         await command.until(" moved to ")  # its successor
@@ -254,7 +243,7 @@ async def test_kills_on_purpose_are_not_blamed_on_what_ran(cli: Cli) -> None:
     """As many in one epoch, while the same code runs in it, as fail the job where nobody says that they are meant."""
     command = await cli.paused("--nodes", "5", "--json")
     for _ in range(3):
-        await cli.status("sums", lambda now: len(now["tasks"][0]["in_sync"]) >= 2)
+        await cli.held("sums")
         assert "sent SIGKILL" in (await cli("kill", "sums", "--task", "0")).out
         await command.until(" moved to ")
     cli.open()

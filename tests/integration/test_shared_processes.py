@@ -39,21 +39,11 @@ def file_sizes(place: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(place.glob("**/task-*.safetensors"))}
 
 
-async def held(cli: Cli) -> dict[str, Any]:
-    """The status once every task has a backup."""
-
-    def is_so(now: dict[str, Any]) -> bool:
-        living = {node["name"] for node in now["nodes"] if node["answers"]}
-        return all(len(living & set(task["in_sync"])) > 1 for task in now["tasks"])
-
-    return await cli.status("shared", is_so)
-
-
 async def test_kills_of_the_keeper_and_others(cli: Cli) -> None:
     command = await cli.start("run", str(DRIVER), "--json", "-o", f"gate={cli.gate}", "--nodes", "5")
     await command.until("the job began")
     for task in ("2", "0", "3"):
-        await held(cli)
+        await cli.held("shared")
         assert "sent SIGKILL" in (await cli("kill", "shared", "--task", task)).out
     cli.open()
     assert check(await command.done())["failovers"] >= 3

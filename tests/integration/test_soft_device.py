@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_kit import Cli
+from cli_kit import PATIENT, Cli
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -25,9 +25,11 @@ def wanted(tasks: int, epochs: int, size: int = 50_000) -> dict[int, float]:
 async def test_processes_that_share_a_device_open_each_others_memory_and_one_is_killed(cli: Cli) -> None:
     size = 200_000
     told = {"SOFT_DEVICE_SHARED": "the same", "SOFT_DEVICE_SIZE": str(size)}
-    command = await cli.start("run", str(DRIVER), "--json", "--nodes", "3", **told)
+    options = ("--json", "--nodes", "3", "-o", f"gate={cli.gate}", *PATIENT)
+    command = await cli.start("run", str(DRIVER), *options, **told)
     await command.until("the job began")
     assert "sent SIGKILL" in (await cli("kill", "soft_rows", "--task", "1")).out
+    cli.open()
     done = await command.done()
     assert done.code == 0, done.err
     result = json.loads(done.out.splitlines()[-1])
@@ -44,10 +46,11 @@ async def test_processes_that_share_a_device_open_each_others_memory_and_one_is_
 async def test_rows_between_hosts_survive_a_kill(cli: Cli) -> None:
     size, epochs = 600_000, 100  # more than a piece
     told = {"SOFT_DEVICE_REMOTE": "1", "SOFT_DEVICE_SIZE": str(size)}
-    options = ("--json", "--nodes", "3", "--listen", "127.0.0.1", "-o", f"epochs={epochs}")
-    command = await cli.start("run", str(DRIVER), *options, **told)
+    options = ("--nodes", "3", "--listen", "127.0.0.1", "-o", f"epochs={epochs}", "-o", f"gate={cli.gate}", *PATIENT)
+    command = await cli.start("run", str(DRIVER), "--json", *options, **told)
     await command.until("the job began")
     assert "sent SIGKILL" in (await cli("kill", "soft_rows", "--task", "1")).out
+    cli.open()
     done = await command.done()
     assert done.code == 0, done.err
     result = json.loads(done.out.splitlines()[-1])

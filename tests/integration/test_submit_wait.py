@@ -101,7 +101,8 @@ async def test_restart_of_etcd(cli: Cli) -> None:
     (cli.cwd / "taskgraph.toml").write_text(f'etcd = "127.0.0.1:{port}"\n')
     etcd = KeptEtcd(data, port=port)
     await etcd.start()
-    script = Submitter(cli, "restarts", "-o", "pause_at=2", "-o", f"gate={cli.gate}")
+    options = ("-o", "pause_at=2", "-o", f"gate={cli.gate}", "-o", "lease_ttl_s=60")  # longer than etcd is away
+    script = Submitter(cli, "restarts", *options)
     try:
         waiting = await script.start()
         launch = await script.launch()

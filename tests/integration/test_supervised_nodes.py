@@ -68,6 +68,7 @@ async def test_certificates_with_a_fixed_name(cli: Cli, submitted: tuple[str, ..
     assert done.code == 0, done.err
     cli.open()
     assert (await two.done()).code == LEFT
+    await cli.once(lambda done: "finished" in done.out, "events", "tls-name")
     result = await cli("result", "tls-name", "--json", **laptop)
     assert json.loads(result.out)["values"]["0"] == sums(), result.err
     assert (await one.done()).code == 0
@@ -99,8 +100,7 @@ async def test_ready_file_and_drained_code(cli: Cli, submitted: tuple[str, ...])
     assert b.process.returncode is None, "it stays until the epoch at work is committed"
     cli.open()
     assert (await b.done()).code == LEFT
-    result = await cli("result", "ready")
-    assert result.code == 0, result.err
+    await cli.once(lambda done: done.code == 0, "result", "ready")
     assert (await a.done()).code == 0 and not ready[0].exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -10,7 +11,10 @@ import taskgraph as tg
 
 
 class Bulk(tg.Task, state=["theta"]):
-    def __init__(self, n: int, pace_s: float) -> None:
+    """In its last epoch it stands still until the file `gate` exists, if given."""
+
+    def __init__(self, n: int, pace_s: float, gate: str) -> None:
+        self.gate = gate
         self.n = n
         self.pace_s = pace_s
         self.theta = np.zeros(n)
@@ -33,7 +37,9 @@ class Bulk(tg.Task, state=["theta"]):
             del self.kept[:-3]
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        time.sleep(self.pace_s)  # however fast the machine is, there is time for faults
+        time.sleep(self.pace_s)
+        while self.gate and epoch.last and not Path(self.gate).exists() and not epoch.cancelled:
+            time.sleep(0.01)
         outs.put("x", self.theta)
 
     def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
@@ -56,5 +62,8 @@ class Bulk(tg.Task, state=["theta"]):
 
 
 @tg.job
-def bulk(tasks: int = 7, epochs: int = 350, backups: int = 1, n: int = 40_000, pace_s: float = 0.02) -> tg.Job:
-    return tg.Job(tasks=tasks, epochs=epochs, backups=backups, builder=lambda _: Bulk(n, pace_s), topology=tg.tree())
+def bulk(
+    tasks: int = 7, epochs: int = 350, backups: int = 1, n: int = 40_000, pace_s: float = 0.02, gate: str = ""
+) -> tg.Job:
+    build = lambda _: Bulk(n, pace_s, gate)  # noqa: E731
+    return tg.Job(tasks=tasks, epochs=epochs, backups=backups, builder=build, topology=tg.tree())

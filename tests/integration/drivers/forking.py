@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 
 import taskgraph as tg
 
@@ -36,8 +35,7 @@ class Forking(tg.Task, state=["total"]):
     async def fork(self) -> None:
         child = os.fork()
         if child:
-            threading.Thread(target=os.waitpid, args=(child, 0)).start()
-            await asyncio.sleep(0.3)  # the child is first to do what comes now
+            await asyncio.to_thread(os.waitpid, child, 0)  # the child is first to do what comes now
 
     async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         self.total += sum(ins.all("number").values())

@@ -30,6 +30,11 @@ SIZE = int(os.environ.get("SOFT_DEVICE_SIZE", "50000"))
 
 
 class Rows(tg.Task, state=["row"]):
+    """In its last epoch it stands still until the file `gate` exists."""
+
+    def __init__(self, gate):
+        self.gate = gate
+
     def setup(self):
         self.row = self.xp.arange(float(SIZE)) + 1.0 * self.task_id
 
@@ -38,7 +43,9 @@ class Rows(tg.Task, state=["row"]):
         epoch.processor(self.mean, inbound={"row": [*epoch.neighbors("left"), *epoch.neighbors("right")]})
 
     def send(self, epoch, ins, outs):
-        time.sleep(0.03)  # so that the job still runs when somebody has come to kill
+        time.sleep(0.03)
+        while epoch.last and not os.path.exists(self.gate) and not epoch.cancelled:
+            time.sleep(0.01)
         outs.put("row", self.row)
         self.row_before = self.row * 3.0
 
@@ -58,5 +65,5 @@ class Rows(tg.Task, state=["row"]):
 
 
 @tg.job
-def soft_rows(tasks: int = 5, epochs: int = 150):
-    return tg.Job(tasks=tasks, epochs=epochs, builder=Rows, topology=tg.ring())
+def soft_rows(gate: str, tasks: int = 5, epochs: int = 150):
+    return tg.Job(tasks=tasks, epochs=epochs, builder=lambda _: Rows(gate), topology=tg.ring())

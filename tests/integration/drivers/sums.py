@@ -10,8 +10,9 @@ import taskgraph as tg
 
 
 class Sums(tg.Task, state=["values"]):
-    def __init__(self, pause_at: int, gate: str, fail_at: int, setup_gate: str) -> None:
-        self.pause_at, self.gate, self.fail_at, self.setup_gate = pause_at, gate, fail_at, setup_gate
+    def __init__(self, pause_at: int, gate: str, paused: str, fail_at: int, setup_gate: str) -> None:
+        self.pause_at, self.gate, self.paused = pause_at, gate, paused
+        self.fail_at, self.setup_gate = fail_at, setup_gate
 
     def setup(self) -> None:
         while self.setup_gate and not Path(self.setup_gate).exists():
@@ -30,6 +31,8 @@ class Sums(tg.Task, state=["values"]):
         outs.put("sum", self.task_id * epoch.number + sum(ins.all("sum").values()))
 
     def record(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if epoch.number == self.pause_at and self.paused:
+            Path(self.paused).touch()
         while epoch.number == self.pause_at and not Path(self.gate).exists() and not epoch.cancelled:
             time.sleep(0.01)
         self.values.append(sum(ins.all("sum").values()))
@@ -47,6 +50,7 @@ def sums(
     epochs: int = 6,
     pause_at: int = -1,
     gate: str = "",
+    paused: str = "",
     fail_at: int = -1,
     setup_gate: str = "",
     min_nodes: int = 1,
@@ -57,7 +61,7 @@ def sums(
     return tg.Job(
         tasks=tasks,
         epochs=epochs,
-        builder=lambda task_id: Sums(pause_at, gate, fail_at, setup_gate),
+        builder=lambda task_id: Sums(pause_at, gate, paused, fail_at, setup_gate),
         topology=tg.tree(),
         min_nodes=min_nodes,
         settings=tg.Settings(blas_threads=blas_threads, lease_ttl_s=lease_ttl_s, epochs_ahead=ahead),
