@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from taskgraph.device.api import Array, OnDevice
+from taskgraph.device.api import Array, DeviceArrayOnHost
 from taskgraph.device.cuda import givers
 from taskgraph.device.lookup import from_dlpack
 from taskgraph.graph.codecs import codec
@@ -60,7 +60,7 @@ def _encode(tensor: torch.Tensor) -> tuple[str, Any]:
     if _on_host(tensor):
         return name, bits.numpy()  # in its order in memory, which a state keeps
     array = _device_array(bits)
-    return name, OnDevice(bits.cpu().numpy()) if array is None else array
+    return name, DeviceArrayOnHost(bits.cpu().numpy()) if array is None else array
 
 
 def _on_host(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.device.api import OnDevice
+from taskgraph.device.api import DeviceArrayOnHost
 from taskgraph.errors import JobError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.sum_layouts import (
@@ -248,7 +248,7 @@ def _give(allocate: Allocate) -> Callable[[NDArray[Any], str], Any]:
     def give(array: NDArray[Any], library: str) -> Any:
         if library == "numpy":
             return read_only(array, library)
-        return OnDevice(read_only(array, library)) if library == "cupy" else copy_of(allocate, array, library)
+        return DeviceArrayOnHost(read_only(array, library)) if library == "cupy" else copy_of(allocate, array, library)
 
     return give
 

@@ -1,9 +1,9 @@
 """Threads that do the work of finalizers: calls that may block, and calls that wait for events of a device.
 
-    finalizer ──► `soon` ─────────────────────────► thread 1 calls it
-              ──► `later` ──► thread 2, a pause ──► `soon`
-              ──► `call` with events ──► thread 1: passed? ──► call it
-                                                   not yet ──► thread 3 waits, then calls it
+    finalizer ──► `call_soon` ──────────────────────────► thread 1 calls it
+              ──► `call_later` ──► thread 2, a pause ──► `call_soon`
+              ──► `call_after` some events ──► thread 1: passed? ──► call it
+                                                         not yet ──► thread 3 waits, then calls it
 
 A finalizer runs in any thread, in the middle of any code. On an event loop it must not call CUDA. While one thread
 copies from the device to memory that is not page-locked (`float(array)` does), that thread waits for all work queued
@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.device.api import Device, Event
 
-__all__ = ["Aside", "Worker", "call", "do_now", "later", "on_a_loop", "soon"]
+__all__ = ["OffLoopFinalizer", "Worker", "call_after", "call_later", "call_soon", "make_pending_calls", "on_a_loop"]
 
 _IDLE_S: Final = 10.0
 """How long an idle thread lives."""
@@ -42,13 +42,13 @@ def on_a_loop() -> bool:
     return asyncio._get_running_loop() is not None
 
 
-class _Work(NamedTuple):
+class _DeferredCall(NamedTuple):
     device: Device
     events: Sequence[Event]
     then: Callable[[], object]
 
-    def due(self) -> bool:
-        return all(map(self.device.done, self.events))
+    def passed(self) -> bool:
+        return all(map(self.device.has_passed, self.events))
 
 
 class Worker:
@@ -63,8 +63,9 @@ class Worker:
         self._requests: SimpleQueue[Any] = SimpleQueue()  # its `put` is reentrant, unlike that of `Queue`
         self._busy = _thread.allocate_lock()  # the running thread has it
 
-    def ask(self, what: object) -> None:
-        self._requests.put(what)
+    def ask(self, request: object) -> None:
+        """Gives the thread a request, and starts the thread if none runs. Does not wait."""
+        self._requests.put(request)
         if self._busy.acquire(blocking=False):
             try:
                 _thread.start_new_thread(self._run, ())
@@ -81,82 +82,82 @@ class Worker:
     def _run(self) -> None:
         while True:
             try:
-                what = self._requests.get(timeout=_IDLE_S)
+                request = self._requests.get(timeout=_IDLE_S)
             except Empty:
                 self._busy.release()
                 if self._requests.empty() or not self._busy.acquire(blocking=False):
                     return  # a request that came meanwhile started another thread
             else:
-                self._work(what)
-                del what  # an idle thread keeps no references
+                self._work(request)
+                del request  # an idle thread keeps no references
 
 
-def soon(then: Callable[[], object]) -> None:
-    """Calls a function in a thread, in the order of these requests."""
+def call_soon(then: Callable[[], object]) -> None:
+    """Calls a function in a thread, in the order of calls of `call_soon`."""
     _calling.ask(then)
 
 
-def later(then: Callable[[], object]) -> None:
+def call_later(then: Callable[[], object]) -> None:
     """Calls a function in a thread after a short pause."""
     _postponed.ask(then)
 
 
-def _wait_a_moment(then: Callable[[], object] | None) -> None:
+def _call_after_pause(then: Callable[[], object] | None) -> None:
     time.sleep(_LATER_S)
     while then is not None:
-        soon(then)
+        call_soon(then)
         then = _postponed.next_request()
 
 
-def do_now() -> bool:
-    """Makes pending calls of `soon` in this thread. True if there were any."""
+def make_pending_calls() -> bool:
+    """Calls the functions that wait for the thread of `call_soon`, in this thread. True if there were any."""
     done = False
     while (then := _calling.next_request()) is not None:
         done = True
-        _call(then)
+        _call_and_log_error(then)
     return done
 
 
-def call(device: Device, events: Sequence[Event], then: Callable[[], object]) -> None:
-    """Calls a function in a thread once the device has passed the events; at once if there are none.
+def call_after(device: Device, events: Sequence[Event], then: Callable[[], object]) -> None:
+    """Calls a function in a thread once the device has passed the events. Without events it calls it here, at once.
 
     The function must not block. This thread does not look at events: that would end its capture of a graph.
     """
     if events:
-        soon(partial(_look, _Work(device, events, then)))
+        call_soon(partial(_call_or_wait, _DeferredCall(device, events, then)))
     else:
-        _call(then)
+        _call_and_log_error(then)
 
 
-def _look(work: _Work) -> None:
-    if not _do_if_due(work):  # waiting blocks a thread, so another one does that
+def _call_or_wait(work: _DeferredCall) -> None:
+    if not _call_if_passed(work):  # waiting blocks a thread, so another one does that
         _waiting.ask(work)
 
 
-def _wait_for(work: _Work) -> None:
+def _call_when_passed(work: _DeferredCall) -> None:
     waiting = [work]
     while waiting:
         while (another := _waiting.next_request()) is not None:
             waiting.append(another)
-        waiting = [work for work in waiting if not _do_if_due(work)]
+        waiting = [work for work in waiting if not _call_if_passed(work)]
         if waiting and not _wait_for_events(waiting[0]):  # then looks at the others again
-            _left.append(waiting.pop(0))
+            _lost.append(waiting.pop(0))
 
 
-def _do_if_due(work: _Work) -> bool:
-    """Calls `work.then` if the device has passed the work's events. Returns True if so."""
+def _call_if_passed(work: _DeferredCall) -> bool:
+    """Calls `work.then` if the device has passed the work's events. False: it has not, or the device failed."""
     try:
-        if not work.due():
+        if not work.passed():
             return False
     except Exception:
         return False  # waiting for it raises the same error, and logs it
     for event in work.events:
         work.device.recycle(event)
-    _call(work.then)
+    _call_and_log_error(work.then)
     return True
 
 
-def _wait_for_events(work: _Work) -> bool:
+def _wait_for_events(work: _DeferredCall) -> bool:
     """Blocks until the device has passed the work's events. Returns False if the device failed."""
     try:
         for event in work.events:
@@ -167,27 +168,27 @@ def _wait_for_events(work: _Work) -> bool:
     return True
 
 
-def _call(then: Callable[[], object]) -> None:
+def _call_and_log_error(then: Callable[[], object]) -> None:
     try:
         then()
     except Exception:  # the thread must live for other calls
         log.exception("memory of a device could not be released")
 
 
-_calling: Final = Worker(_call)
-_postponed: Final = Worker(_wait_a_moment)
-_waiting: Final = Worker(_wait_for)
-_left: Final[list[_Work]] = []
+_calling: Final = Worker(_call_and_log_error)
+_postponed: Final = Worker(_call_after_pause)
+_waiting: Final = Worker(_call_when_passed)
+_lost: Final[list[_DeferredCall]] = []
 """Work of lost devices, which never becomes due; keeps its memory for ever."""
 
 
 _things: Final[dict[int, list[Any]]] = {}
-"""The things of each `Aside`, by number, so that they do not become garbage together with it."""
+"""The things of each `OffLoopFinalizer`, by number, so that they do not become garbage together with it."""
 _numbers: Final = itertools.count()
 
 
-class Aside:
-    """Holds things whose finalizers call CUDA. If this object ends on an event loop, a thread finalizes them."""
+class OffLoopFinalizer:
+    """Holds things whose finalizers call CUDA. If it is finalized on an event loop, a thread finalizes the things."""
 
     __slots__ = ("_number",)
 
@@ -205,6 +206,6 @@ class Aside:
         if is_finalizing():
             return
         if here():
-            soon(partial(_things.pop, self._number))
+            call_soon(partial(_things.pop, self._number))
         else:
             del _things[self._number]

@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["HANDLE_BYTES", "IDENTITY_BYTES", "Array", "Device", "Event", "OnDevice", "Stream"]
+__all__ = ["HANDLE_BYTES", "IDENTITY_BYTES", "Array", "Device", "DeviceArrayOnHost", "Event", "Stream"]
 
 Array = Any
 """An array on a device: it has `shape`, `dtype` (numpy's), `nbytes`."""
@@ -41,31 +41,31 @@ class Device(Protocol):
 
     # Order.
 
-    def stream(self) -> Stream:
-        """A new stream."""
+    def new_stream(self) -> Stream:
+        """Makes a stream."""
 
-    def current(self) -> Stream:
-        """This thread's current stream."""
+    def current_stream(self) -> Stream:
+        """Returns this thread's current stream."""
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """A block in which this device and this stream are current. Code in it may make others current."""
+        """Makes this device and this stream current in a `with` block. Code in the block may make others current."""
 
     def record(self, stream: Stream) -> Event:
         """Records an event after all that is queued on `stream` now."""
 
     def try_record(self, stream: Stream) -> Event | None:
-        """Records an event; None while a graph is captured on `stream`, as the event would become part of the graph."""
+        """Records an event. None while a graph is captured on `stream`: the event would become part of the graph."""
 
     def recycle(self, event: Event) -> None:
-        """Takes back an unused event for later use, since destroying it may take long."""
+        """Keeps an event that the caller no longer needs for a later `record`: destroying it may take long."""
 
     def follow(self, stream: Stream, event: Event) -> None:
         """Makes later work on `stream` wait for `event`."""
 
     def wait(self, event: Event) -> None:
-        """Blocks this thread until `event`, without using the processor."""
+        """Blocks this thread until the device has passed `event`, without using the processor."""
 
-    def done(self, event: Event) -> bool:
+    def has_passed(self, event: Event) -> bool:
         """True if the device has passed `event`."""
 
     # Memory. All work is queued on the current stream.
@@ -74,7 +74,7 @@ class Device(Protocol):
         """True if the array is in this device's memory and `copy` works, so that the array need not go by the host."""
 
     def copy(self, array: Array) -> Array:
-        """Queues a copy in C order, in memory of its own."""
+        """Queues a copy of the array, in C order, to new memory of this device. Returns the copy."""
 
     def view(self, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], owner: object) -> Array:
         """Views the memory of `array`, which is in C order, as another array. Keeps `owner` alive."""
@@ -82,22 +82,22 @@ class Device(Protocol):
     def empty(self, nbytes: int) -> Array:
         """Allocates bytes that belong to the current stream."""
 
-    def digests(self, array: Array, block_bytes: int) -> Callable[[], bytes]:
-        """Queues the xxh3-128 of every block of an array in C order, 16 bytes each.
+    def queue_digests(self, array: Array, block_bytes: int) -> Callable[[], bytes]:
+        """Queues the xxh3-128 of every block of an array in C order.
 
-        Returns a function that gives the digests. Wait for the stream before you call it.
+        Returns a function that returns the digests, 16 bytes each. Wait for the stream before you call it.
         """
 
     def to_device(self, host: NDArray[Any]) -> Array:
-        """Queues a copy of a host array, which may be freed at once. Unless registered, it may also change."""
+        """Queues a copy of a host array. The caller may free that at once, and write to it unless it is registered."""
 
     def upload(self, host: NDArray[Any]) -> Array:
-        """Copies like `to_device`, from registered memory in C order, which must not change until the copy is done."""
+        """As `to_device`, for registered memory in C order, which must live unchanged until the copy is done."""
 
     def fetch(self, array: Array, target: NDArray[np.uint8], begin: int = 0) -> None:
-        """Queues a copy of elements in C order to `target`: as many bytes as it has, from `begin` on.
+        """Queues a copy to the host: `target.nbytes` bytes of the array, in C order, from byte `begin` on.
 
-        Keep the memory, and keep it registered, until the copy is done.
+        Keep `target`, registered if it is, until the copy is done.
         """
 
     def to_host(self, array: Array) -> NDArray[Any]:
@@ -122,8 +122,8 @@ class Device(Protocol):
             MemoryError: the device has too little memory.
         """
 
-    def fill(self, target: Array, source: Array, block_bytes: int) -> Callable[[], bytes]:
-        """Queues a copy of `source` in C order to `target`, which has as many bytes; returns `digests` of the copy.
+    def fill_and_digest(self, target: Array, source: Array, block_bytes: int) -> Callable[[], bytes]:
+        """Queues a copy of `source`, in C order, to `target` of the same size, and digests as `queue_digests` does.
 
         Takes one pass if `source` is in C order.
         """
@@ -136,7 +136,7 @@ class Device(Protocol):
         """
 
     def open(self, handle: bytes, nbytes: int) -> Array:
-        """Opens memory of another process, for reading only. Waits for that process. May be repeated.
+        """Opens memory that another process shared, for reading only. Waits for that process. May be repeated.
 
         Raises:
             Exception: the library's, if the memory cannot be opened.
@@ -154,7 +154,7 @@ class Device(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
-    """A fresh host copy of a device array; made by codecs of other libraries."""
+class DeviceArrayOnHost:
+    """A host array that is encoded as if it were on a device: a receiver with a device gets it there."""
 
     host: NDArray[Any]

@@ -1,6 +1,6 @@
 """Buffers of values that stay on their device: private copies, views of them, and when their memory is freed.
 
-    array ──► `Private`: a copy, being made ──► `DeviceBuffer` ──► views, a copy on the host
+    array ──► `PrivateCopy`: a copy, being made ──► `DeviceBuffer` ──► views, a copy on the host
                         a `_Memory`, with a `_Lease` for the buffer and one for each view
 
 A copy is made on the caller's stream, and is complete before its `DeviceBuffer` exists. So any stream can read it. Its
@@ -26,14 +26,21 @@ from typing import Any, Final
 
 import numpy as np
 
-from taskgraph.device.afterwards import Aside, call, do_now, later, on_a_loop, soon
+from taskgraph.device.afterwards import (
+    OffLoopFinalizer,
+    call_after,
+    call_later,
+    call_soon,
+    make_pending_calls,
+    on_a_loop,
+)
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.digest import DIGEST_BYTES
 from taskgraph.device.memory import givers
 from taskgraph.device.shared import Segment, SharedMemory
 from taskgraph.device.staging import HostCopy
 
-__all__ = ["Allocate", "DeviceBuffer", "Digested", "Private", "borrowed"]
+__all__ = ["Allocate", "BlockDigests", "DeviceBuffer", "PrivateCopy", "borrow_buffer"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -55,12 +62,12 @@ def _side_stream(device: Device) -> Stream:
     with _lock:
         found = _side.get(device)
         if found is None:
-            found = _side[device] = device.stream()
+            found = _side[device] = device.new_stream()
         return found
 
 
 class _Memory:
-    """Memory that no longer changes, with its leases. It is freed after the last lease.
+    """Memory that no longer changes, with its leases: freed when the last lease ends and its reads are done.
 
     After an error of the device it is kept for ever, so that it is not reused.
     """
@@ -78,13 +85,13 @@ class _Memory:
         self._last = [None]
 
     def end_lease(self, number: int) -> None:
-        """Ends a lease after its reads were queued. Called in any thread, also in the middle of this module's code."""
+        """Ends a lease, whose reads are all queued. Called in any thread, also in the middle of this module's code."""
         stream = self.leases[number]
         try:
             if stream != self.stream:
                 event = self.device.try_record(stream)
                 if event is None:
-                    later(partial(self.end_lease, number))
+                    call_later(partial(self.end_lease, number))
                     return
                 self.read.append(event)
             del self.leases[number]
@@ -96,7 +103,7 @@ class _Memory:
     def _is_last(self) -> bool:
         """True for the first caller only: of several threads that end the last leases, one frees the memory.
 
-        Takes no lock, since a finalizer may interrupt it.
+        Takes no lock, since a finalizer may interrupt this code.
         """
         try:
             self._last.pop()
@@ -106,18 +113,18 @@ class _Memory:
 
     def may_end_lease(self, number: int) -> bool:
         """True if this thread may end the lease: the lease's stream is current here, or needs no event."""
-        return self.leases[number] in (self.stream, self.device.current())
+        return self.leases[number] in (self.stream, self.device.current_stream())
 
     def _free_after_reads(self) -> None:
         """Frees the memory once the device has passed the events of all readers."""
-        call(self.device, self.read, self._free)
+        call_after(self.device, self.read, self._free)
 
     def _free(self) -> None:
         self.stream = None  # the last reference to this object may go in any thread
         _kept.discard(self)
 
 
-class _InSegment(_Memory):
+class _SegmentMemory(_Memory):
     """Memory in a shared segment. It belongs to no stream, so its next user follows the events of all readers.
 
     Args:
@@ -141,7 +148,7 @@ class _Lease:
     """Keeps memory for as long as this object lives.
 
     Args:
-        stream: the stream that reads; None: the memory's own, or the reader waits for its reads.
+        stream: the stream that reads the memory; None: its own stream, or the reader waits for its reads.
     """
 
     __slots__ = ("__weakref__", "_number", "memory")
@@ -164,24 +171,24 @@ class _Lease:
         if not here() and self.memory.may_end_lease(self._number):
             self.memory.end_lease(self._number)
         else:
-            soon(partial(self.memory.end_lease, self._number))
+            call_soon(partial(self.memory.end_lease, self._number))
 
 
-givers.insert(0, lambda nbytes: do_now())  # first: others free the memory that this one returns
+givers.insert(0, lambda nbytes: make_pending_calls())  # first: others free the memory that this one returns
 
 
-class Digested:
+class BlockDigests:
     """Digests of an array's blocks, computed on the current stream. A source of `taskgraph.graph.digests`.
 
     Args:
-        take: the function that `Device.digests` or `Device.fill` returned.
+        get_digests: the function that `Device.queue_digests` or `Device.fill_and_digest` returned.
     """
 
-    def __init__(self, device: Device, take: Callable[[], bytes], nbytes: int, block_bytes: int) -> None:
+    def __init__(self, device: Device, get_digests: Callable[[], bytes], nbytes: int, block_bytes: int) -> None:
         self._device = device
         self._block_bytes = block_bytes
-        self._take = take
-        self._done: Aside | None = Aside([device.record(device.current())])
+        self._get_digests = get_digests
+        self._done: OffLoopFinalizer | None = OffLoopFinalizer([device.record(device.current_stream())])
         self.blocks = b""
         self.nbytes = nbytes
 
@@ -192,29 +199,32 @@ class Digested:
             (event,) = done.things
             self._device.wait(event)
             self._device.recycle(event)
-        self.blocks = self._take()
+        self.blocks = self._get_digests()
 
     def digest(self, begin: int, end: int) -> bytes:
+        """Returns the digest of one block, the bytes from `begin` to `end`."""
         at = begin // self._block_bytes * DIGEST_BYTES
         return self.blocks[at : at + DIGEST_BYTES]
 
 
-class Private(Digested):
+class PrivateCopy(BlockDigests):
     """Copies and digests an array on the current stream; later writes to the array do not reach the copy.
 
     Args:
-        shared: gives the memory, if it has some, so that other processes can open the copy.
+        shared: memory that other processes can open. The copy is made in it if it has room.
     """
 
     def __init__(self, device: Device, array: Array, block_bytes: int, shared: SharedMemory | None = None) -> None:
         nbytes: int = array.nbytes
         segment = None if shared is None else shared.take(nbytes)
         if shared is None or segment is None:
-            self._lease = _Lease(_Memory(device, device.empty(nbytes), device.current()))
+            self._lease = _Lease(_Memory(device, device.empty(nbytes), device.current_stream()))
         else:
-            memory = _InSegment(device, segment, nbytes, partial(shared.give_back, segment))
-            self._lease = _Lease(memory, device.current())
-        super().__init__(device, device.fill(self._lease.memory.array, array, block_bytes), nbytes, block_bytes)
+            memory = _SegmentMemory(device, segment, nbytes, partial(shared.give_back, segment))
+            self._lease = _Lease(memory, device.current_stream())
+        super().__init__(
+            device, device.fill_and_digest(self._lease.memory.array, array, block_bytes), nbytes, block_bytes
+        )
 
     def begin(self) -> None:
         super().begin()
@@ -225,15 +235,15 @@ class Private(Digested):
         return DeviceBuffer(self._lease, self._block_bytes)
 
 
-def borrowed(
+def borrow_buffer(
     device: Device, segment: Segment, nbytes: int, block_bytes: int, ended: Callable[[list[Event]], object]
 ) -> DeviceBuffer:
-    """Makes a buffer of memory of another process, which does not change it before `ended` was called.
+    """Makes a buffer of another process's memory. That process must not change the memory before `ended` is called.
 
     Args:
-        ended: called once, in any thread, with the readers' events, when the buffer and all its views are gone here.
+        ended: called once, in any thread, with the readers' events, when this process has neither the buffer nor views.
     """
-    return DeviceBuffer(_Lease(_InSegment(device, segment, nbytes, ended)), block_bytes)
+    return DeviceBuffer(_Lease(_SegmentMemory(device, segment, nbytes, ended)), block_bytes)
 
 
 class DeviceBuffer:
@@ -269,35 +279,37 @@ class DeviceBuffer:
         return self._memory.segment
 
     @property
-    def viewed(self) -> bool:
+    def is_viewed(self) -> bool:
         """True while there are views of the buffer."""
         return bool(self._views)
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """Returns a view, for reading on the current stream."""
+        """Returns a view of the buffer, for reading on the current stream. The memory lives as long as the view."""
         memory = self._memory
-        lease = _Lease(memory, memory.device.current())
+        lease = _Lease(memory, memory.device.current_stream())
         self._views.add(lease)
         return memory.device.view(memory.array, dtype, shape, lease)
 
-    def separate(self) -> DeviceBuffer:
+    def copy_on_device(self) -> DeviceBuffer:
         """Copies the buffer to memory of its own. Waits for the device."""
-        copy = Private(self.device, self.array(np.dtype(np.uint8), (self.nbytes,)), self._block_bytes)
+        copy = PrivateCopy(self.device, self.array(np.dtype(np.uint8), (self.nbytes,)), self._block_bytes)
         copy.begin()
         return copy.seal()
 
-    def digested(self) -> Digested:
-        """Queues its digests on the current stream."""
+    def digest_again(self) -> BlockDigests:
+        """Queues digests of the buffer as it is now, on the current stream."""
         device = self._memory.device
-        return Digested(device, device.digests(self._memory.array, self._block_bytes), self.nbytes, self._block_bytes)
+        return BlockDigests(
+            device, device.queue_digests(self._memory.array, self._block_bytes), self.nbytes, self._block_bytes
+        )
 
-    def host(self, allocate: Allocate | None = None) -> memoryview:
-        """Returns the bytes on the host. Copies them once, and waits for the copy, so call it in a thread.
+    def copy_to_host(self, allocate: Allocate | None = None) -> memoryview:
+        """Returns the bytes on the host. Copies them once for all callers. Waits for the copy: call it in a thread.
 
         Args:
             allocate: gives the host memory, if it has some.
         """
-        copy = self.copying(allocate)
+        copy = self.begin_host_copy(allocate)
         copy.finish()
         return copy.data
 
@@ -305,10 +317,13 @@ class DeviceBuffer:
         """Begins the copy to the host if page-locked memory is at hand. Does not wait."""
         block = allocate(self.nbytes)
         if block is not None and block.origin is not None and block.origin.locked:
-            self.copying(lambda _: block)
+            self.begin_host_copy(lambda _: block)
 
-    def copying(self, allocate: Allocate | None = None) -> HostCopy:
-        """Returns the copy to the host; the first call begins it. May page-lock memory: call it in a thread."""
+    def begin_host_copy(self, allocate: Allocate | None = None) -> HostCopy:
+        """Returns the copy to the host, and begins it if there is none, or only a failed one.
+
+        May page-lock memory: call it in a thread.
+        """
         with self._lock:
             if self._copy is None or self._copy.error is not None:
                 memory = self._memory

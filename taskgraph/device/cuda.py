@@ -23,9 +23,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from taskgraph.device import digest, virtual
-from taskgraph.device.afterwards import Aside
+from taskgraph.device.afterwards import OffLoopFinalizer
 from taskgraph.device.api import IDENTITY_BYTES, Array, Device, Event, Stream
-from taskgraph.device.memory import Bounded, bound_pinned, givers
+from taskgraph.device.memory import BoundedAllocator, bound_pinned_memory, givers
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
 from taskgraph.errors import JobError
 from taskgraph.protocol.deviceloss import device_error
@@ -80,7 +80,7 @@ def array_module(devices: int) -> tuple[ModuleType, Device | None]:
     if devices and PRETEND not in os.environ:
         import cupy
 
-        return cupy, _first()
+        return cupy, _first_device()
     return numpy, None
 
 
@@ -97,18 +97,18 @@ def bound_memory(devices: int, fraction: float, sharing: int) -> None:
     import cupy
 
     try:
-        log.info("%s", Bounded(cupy, _FIRST, fraction, sharing).install())
-        bound_pinned(cupy)
+        log.info("%s", BoundedAllocator(cupy, _FIRST, fraction, sharing).install())
+        bound_pinned_memory(cupy)
     except Exception:  # the node starts all the same; if the device is broken, its first user reports that
         log.exception("the memory of CuPy's pools is not bounded")
 
 
 def device_of(value: Any) -> Device | None:
-    """Returns the device of a CuPy array; None for other values."""
+    """Returns the device of a CuPy array, the first one of this process; None for other values."""
     cupy = sys.modules.get("cupy")
     if cupy is None or type(value) is not getattr(cupy, "ndarray", None):
         return None
-    return _first()
+    return _first_device()
 
 
 def from_dlpack(value: Any) -> Array | None:
@@ -124,11 +124,11 @@ def from_dlpack(value: Any) -> Array | None:
 
 
 @cache
-def _first() -> CudaDevice:
+def _first_device() -> CudaDevice:
     return CudaDevice(sys.modules["cupy"], _FIRST)
 
 
-def _bytes(array: Array) -> bytes:
+def _fetch_bytes(array: Array) -> bytes:
     """Copies a few bytes to the host; the array must be complete."""
     found: bytes = array.get(out=numpy.empty(array.shape, array.dtype)).tobytes()
     return found
@@ -152,12 +152,12 @@ class CudaDevice:
 
     # -- order ------------------------------------------------------------------------------------
 
-    def stream(self) -> Stream:
+    def new_stream(self) -> Stream:
         # Not non_blocking: work of other libraries on CUDA's default stream must be in order with work on this one.
         with self._cupy.cuda.Device(self._number):
             return self._cupy.cuda.Stream()  # type: ignore[no-any-return]
 
-    def current(self) -> Stream:
+    def current_stream(self) -> Stream:
         return self._cupy.cuda.get_current_stream(self._number)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
@@ -168,7 +168,7 @@ class CudaDevice:
         cuda, number = self._cupy.cuda, self._number
         device = cuda.Device(number)
         device.use()
-        before, mark = cuda.get_current_stream(number), self._same(stream)
+        before, mark = cuda.get_current_stream(number), self._another_object_of(stream)
         mark.__enter__()
         try:
             stream.__enter__()
@@ -182,7 +182,7 @@ class CudaDevice:
             if cuda.get_current_stream(number) != before:
                 before.use()
 
-    def _same(self, stream: Any) -> Any:
+    def _another_object_of(self, stream: Any) -> Any:
         """Returns another object for the same stream."""
         cuda = self._cupy.cuda
         if hasattr(cuda.Stream, "from_external"):
@@ -204,7 +204,7 @@ class CudaDevice:
                 return None
             event = self.record(stream)
             # The stream's own thread may have begun a capture meanwhile, and even ended it.
-            if self.current() != stream and (
+            if self.current_stream() != stream and (
                 stream.is_capturing() or runtime.eventQuery(event.ptr) == _CAPTURED  # type: ignore[attr-defined]
             ):
                 return None
@@ -219,7 +219,7 @@ class CudaDevice:
         if len(self._events) < _MOST_EVENTS:
             self._events.append(event)
         else:
-            Aside([event])
+            OffLoopFinalizer([event])
 
     def follow(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ class CudaDevice:
     def wait(self, event: Event) -> None:
         event.synchronize()
 
-    def done(self, event: Event) -> bool:
+    def has_passed(self, event: Event) -> bool:
         return bool(event.done)
 
     # -- memory -----------------------------------------------------------------------------------
@@ -238,24 +238,24 @@ class CudaDevice:
         if self._works is None:
             with self._trying:
                 if self._works is None:
-                    self._works = self._try()
+                    self._works = self._works_in_trial()
         return self._works
 
-    def _try(self) -> bool:
-        """Tries on a small array if arrays can stay on this device, with its driver and CuPy.
+    def _works_in_trial(self) -> bool:
+        """True if a small array is copied and digested right on this device, with its driver and CuPy.
 
-        Otherwise they go by the host, which is slower. Digests that differ from the host's would be worse: tasks
+        Otherwise arrays go by the host, which is slower. Digests that differ from the host's would be worse: tasks
         would disagree about every item. Raises errors of the device itself.
         """
         wanted = numpy.arange(_CHECK_BYTES // 8, dtype=numpy.uint64) * numpy.uint64(0x9E3779B185EBCA87)
         found = numpy.zeros(_CHECK_BYTES, numpy.uint8)
         try:
-            with self.on(self.stream()):
+            with self.on(self.new_stream()):
                 copy = self.empty(wanted.nbytes)
-                copied = self.fill(copy, self.to_device(wanted), _CHECK_BLOCK)
-                digests = self.digests(copy, _CHECK_BLOCK)
+                copied = self.fill_and_digest(copy, self.to_device(wanted), _CHECK_BLOCK)
+                digests = self.queue_digests(copy, _CHECK_BLOCK)
                 self.fetch(self.view(copy, wanted.dtype, wanted.shape, None), found)
-                self.wait(self.record(self.current()))
+                self.wait(self.record(self.current_stream()))
                 taken = {copied(), digests()}
         except Exception as error:
             if device_error(error) is not None:
@@ -286,14 +286,16 @@ class CudaDevice:
         with self._cupy.cuda.Device(self._number):
             return self._cupy.empty((nbytes,), numpy.uint8)
 
-    def digests(self, array: Array, block_bytes: int) -> Callable[[], bytes]:
+    def queue_digests(self, array: Array, block_bytes: int) -> Callable[[], bytes]:
         return self._digests(array, block_bytes, 0)
 
     def _digests(self, array: Array, block_bytes: int, copy: int) -> Callable[[], bytes]:
         with self._cupy.cuda.Device(self._number):
-            found = self._cupy.empty((digest.count(array.nbytes, block_bytes) * digest.DIGEST_BYTES,), numpy.uint8)
-            digest.launch(array.data.ptr, array.nbytes, block_bytes, found.data.ptr, self.current(), copy)
-        return partial(_bytes, found)
+            found = self._cupy.empty(
+                (digest.count_blocks(array.nbytes, block_bytes) * digest.DIGEST_BYTES,), numpy.uint8
+            )
+            digest.launch_kernel(array.data.ptr, array.nbytes, block_bytes, found.data.ptr, self.current_stream(), copy)
+        return partial(_fetch_bytes, found)
 
     def to_device(self, host: NDArray[Any]) -> Array:
         with self._cupy.cuda.Device(self._number):
@@ -358,27 +360,27 @@ class CudaDevice:
                     raise MemoryError(f"{nbytes} bytes of device {self._number}") from None
             return self._array_of(run)
 
-    def _array_of(self, run: virtual.Run) -> Array:
+    def _array_of(self, run: virtual.MappedMemory) -> Array:
         cuda = self._cupy.cuda
         memory = cuda.UnownedMemory(run.address, run.nbytes, run, self._number)
         return self._cupy.ndarray((run.nbytes,), numpy.uint8, cuda.MemoryPointer(memory, 0))
 
-    def fill(self, target: Array, source: Array, block_bytes: int) -> Callable[[], bytes]:
+    def fill_and_digest(self, target: Array, source: Array, block_bytes: int) -> Callable[[], bytes]:
         if source.flags.c_contiguous and not source.data.ptr % digest.ALIGNMENT:
             return self._digests(source, block_bytes, target.data.ptr)
         with self._cupy.cuda.Device(self._number):
             self._cupy.ndarray(source.shape, source.dtype, target.data)[...] = source
-        return self.digests(target, block_bytes)
+        return self.queue_digests(target, block_bytes)
 
     def share(self, memory: Array) -> bytes:
         with self._cupy.cuda.Device(self._number):
-            run: virtual.Run = memory.data.mem._owner
+            run: virtual.MappedMemory = memory.data.mem._owner
             return run.offer()
 
     def open(self, handle: bytes, nbytes: int) -> Array:
         with self._cupy.cuda.Device(self._number):
             self._cupy.cuda.runtime.memGetInfo()  # creates the device's context if there is none
-            return self._array_of(virtual.open_run(self._number, handle, nbytes))
+            return self._array_of(virtual.open_memory(self._number, handle, nbytes))
 
     def register(self, memory: NDArray[numpy.uint8]) -> None:
         with self._cupy.cuda.Device(self._number):

@@ -13,7 +13,17 @@ from typing import Any, Final
 
 import numpy
 
-__all__ = ["ALIGNMENT", "COPIES", "DIGESTS", "DIGEST_BYTES", "OPTIONS", "THREADS", "count", "launch", "source"]
+__all__ = [
+    "ALIGNMENT",
+    "COPIES",
+    "DIGESTS",
+    "DIGEST_BYTES",
+    "OPTIONS",
+    "THREADS",
+    "count_blocks",
+    "kernel_source",
+    "launch_kernel",
+]
 
 DIGESTS: Final = "digest_blocks"
 COPIES: Final = "copy_blocks"
@@ -26,8 +36,8 @@ ALIGNMENT: Final = 16
 DIGEST_BYTES: Final = 16
 
 
-def source() -> str:
-    """Returns the kernel, in CUDA C++. It includes no headers, since NVRTC has none."""
+def kernel_source() -> str:
+    """Returns the kernels' source, in CUDA C++. It includes no headers, since NVRTC has none."""
     return Path(__file__).with_name("digest.cu").read_text("utf-8")
 
 
@@ -38,18 +48,18 @@ def _kernel(name: str) -> Any:
 
 @cache
 def _module() -> Any:
-    """Compiled at the first launch on each device; CuPy keeps the result on disk for other processes."""
+    """Returns the kernels: compiled at the first launch on each device; CuPy keeps them on disk for other processes."""
     import cupy
 
-    return cupy.RawModule(code=source(), options=OPTIONS)
+    return cupy.RawModule(code=kernel_source(), options=OPTIONS)
 
 
-def count(nbytes: int, block_bytes: int) -> int:
-    """Returns the number of blocks; the last one may be shorter."""
+def count_blocks(nbytes: int, block_bytes: int) -> int:
+    """Returns the number of blocks in `nbytes`; the last one may be shorter."""
     return -(-nbytes // block_bytes)
 
 
-def launch(data: int, nbytes: int, block_bytes: int, digests: int, stream: Any, copy: int = 0) -> None:
+def launch_kernel(data: int, nbytes: int, block_bytes: int, digests: int, stream: Any, copy: int = 0) -> None:
     """Queues the digests of the blocks of `nbytes` at the address `data`, in order, on a stream of the current device.
 
     Args:
@@ -62,7 +72,7 @@ def launch(data: int, nbytes: int, block_bytes: int, digests: int, stream: Any, 
     """
     if data % ALIGNMENT or copy % ALIGNMENT or block_bytes % ALIGNMENT or not 0 < block_bytes < 1 << 32:
         raise ValueError(f"blocks of {block_bytes} bytes at {data:#x}: not aligned to {ALIGNMENT}, or too large")
-    if blocks := count(nbytes, block_bytes):
+    if blocks := count_blocks(nbytes, block_bytes):
         given = (data, nbytes, block_bytes, digests, copy) if copy else (data, nbytes, block_bytes, digests)
         arguments = tuple(map(numpy.uint64, given))  # sizes as the kernel declares them
         with stream:

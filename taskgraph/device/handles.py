@@ -1,4 +1,4 @@
-"""Sends file descriptors to other processes of this host, which know them by *handles*.
+"""Sends file descriptors to other processes of this host, which ask for them by *handles*.
 
     offer ──► handle ──► (any way to the other process) ──► fetch ──► a duplicate of the descriptor
     withdraw ──► close_withdrawn
@@ -76,7 +76,7 @@ class _Server:
             self._withdrawn.append(fd)
 
     def take_withdrawn(self) -> list[int]:
-        """Returns withdrawn descriptors, each once; the thread is not sending any of them."""
+        """Returns withdrawn descriptors, each once, for the caller to close: the thread is not sending any of them."""
         with self._sending:
             return self._take_withdrawn_unlocked()
 
@@ -84,7 +84,7 @@ class _Server:
         return [self._withdrawn.popleft() for _ in range(len(self._withdrawn))]  # others only append
 
     def forget(self) -> list[int]:
-        """Stops listening, and returns all descriptors; for a forked child, in which the thread does not run.
+        """Stops listening, and returns all descriptors for the caller to close. For a forked child, without the thread.
 
         Takes no lock: the parent may have held it during the fork. A child that kept descriptors would keep memory that
         its parent freed; if it listened, clients would not notice the end of its parent.
@@ -120,11 +120,11 @@ class _Server:
                 continue
             with client:
                 try:
-                    self._answer(client)
+                    self._send_descriptor_to(client)
                 except Exception as error:  # the client was slow, or left
                     log.debug("a client got no descriptor: %s", error)
 
-    def _answer(self, client: socket.socket) -> None:
+    def _send_descriptor_to(self, client: socket.socket) -> None:
         if not _is_of_this_user(client):
             return
         client.settimeout(_CLIENT_S)
@@ -148,7 +148,7 @@ _server = _Server()
 def _after_fork() -> None:
     global _server
     inherited, _server = _server, _Server()
-    _close(inherited.forget())
+    _close_all(inherited.forget())
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -160,7 +160,7 @@ def offer(fd: int) -> bytes:
     Raises:
         OSError: it failed; the descriptor remains the caller's.
     """
-    _need_linux()
+    _check_linux()
     close_withdrawn()
     server = _server
     return _HANDLE.pack(server.key, server.offer(fd)).ljust(HANDLE_BYTES, b"\0")
@@ -180,11 +180,11 @@ def withdraw(handle: bytes) -> None:
 
 def close_withdrawn() -> None:
     """Closes withdrawn descriptors. Call it now and then in a thread: closing the last duplicate frees the memory."""
-    _close(_server.take_withdrawn())
+    _close_all(_server.take_withdrawn())
 
 
 def any_withdrawn() -> bool:
-    """True if `close_withdrawn` has work."""
+    """True if `close_withdrawn` has descriptors to close."""
     return bool(_server._withdrawn)
 
 
@@ -196,7 +196,7 @@ def fetch(handle: bytes, timeout_s: float = 5.0) -> int:
         TimeoutError: it did not answer in time.
         OSError: it did not send the descriptor.
     """
-    _need_linux()
+    _check_linux()
     if len(handle) != HANDLE_BYTES:
         raise OSError(f"not a handle of a descriptor: it has {len(handle)} bytes, not {HANDLE_BYTES}")
     key, number = _HANDLE.unpack_from(handle)
@@ -209,29 +209,29 @@ def fetch(handle: bytes, timeout_s: float = 5.0) -> int:
         text = "the process that offered the descriptor ended, or is in another network namespace"
         raise ConnectionRefusedError(text) from None
     except ConnectionError as error:
-        raise _unanswered() from error
+        raise _no_answer_error() from error
 
 
 def _receive_descriptor(server: socket.socket, key: bytes, number: int, until: float) -> int:
     while True:
-        server.settimeout(_left(until))
+        server.settimeout(_remaining_s(until))
         try:
             server.connect(_address(key))
             break
         except BlockingIOError:  # the backlog is full; unix sockets do not wait for that
-            time.sleep(min(_BUSY_S, _left(until)))
+            time.sleep(min(_BUSY_S, _remaining_s(until)))
     if not _is_of_this_user(server):  # any user may take the name of an ended process
         raise OSError("the descriptor would come from a process of another user")
-    server.settimeout(_left(until))
+    server.settimeout(_remaining_s(until))
     server.send(_NUMBER.pack(number), socket.MSG_NOSIGNAL)
-    server.settimeout(_left(until))
+    server.settimeout(_remaining_s(until))
     # `socket.recv_fds` drops flags before Python 3.14. Children of this process must not inherit the descriptor.
     room = socket.CMSG_LEN(_FD.size)
     answer, passed, _, _ = server.recvmsg(len(_HERE), room, socket.MSG_CMSG_CLOEXEC)
     if answer == _GONE:
         raise OSError("the descriptor was withdrawn by the process that offered it")
     if answer != _HERE:
-        raise _unanswered()
+        raise _no_answer_error()
     for level, kind, data in passed:
         if (level, kind, len(data)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.size):
             fd: int = _FD.unpack(data)[0]
@@ -239,11 +239,11 @@ def _receive_descriptor(server: socket.socket, key: bytes, number: int, until: f
     raise OSError("the descriptor was sent, but not received: this process has too many files open")
 
 
-def _unanswered() -> OSError:
+def _no_answer_error() -> OSError:
     return OSError("the process that offered the descriptor did not send it: it is ending, or of another user")
 
 
-def _left(until: float) -> float:
+def _remaining_s(until: float) -> float:
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -260,12 +260,12 @@ def _is_of_this_user(peer: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def _close(fds: list[int]) -> None:
+def _close_all(fds: list[int]) -> None:
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
 
 
-def _need_linux() -> None:
+def _check_linux() -> None:
     if sys.platform != "linux":
         raise OSError("descriptors can be sent to other processes on Linux only")

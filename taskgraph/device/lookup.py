@@ -28,9 +28,9 @@ def device_of(value: Any) -> Device | None:
 
 
 def from_dlpack(value: Any) -> Array | None:
-    """Returns another library's array as an array of its device, in the same memory, after that library's queued work.
+    """Views another library's array as an array of the device's own library, after that other library's queued work.
 
-    None if this process cannot read that kind of memory.
+    Returns None if this process cannot read that kind of memory.
 
     Raises:
         Exception: DLPack or a library refuses.

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from taskgraph.system.host import memory_bytes
 
-__all__ = ["Bounded", "bound_pinned", "givers"]
+__all__ = ["BoundedAllocator", "bound_pinned_memory", "givers"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -40,7 +40,7 @@ _PINNED_SHARE: Final = 16
 """A process keeps at most a sixteenth of the host's memory pinned and unused, since several share the host."""
 
 
-class Bounded:
+class BoundedAllocator:
     """An allocator for CuPy: its pool with a limit, which calls `givers` before it is out of memory.
 
     Args:
@@ -55,7 +55,7 @@ class Bounded:
         self._number = number
         self._pool = pool = cupy.get_default_memory_pool()
         self._malloc = pool.malloc
-        self._full: type[Exception] = cupy.cuda.memory.OutOfMemoryError
+        self._out_of_memory: type[Exception] = cupy.cuda.memory.OutOfMemoryError
         self._raising = threading.RLock()  # a garbage collection may allocate in the middle
         total: int = cupy.cuda.runtime.getDeviceProperties(number)["totalGlobalMem"]
         self._whole = int(total * fraction)
@@ -84,12 +84,12 @@ class Bounded:
         return f"device {self._number}: CuPy's pool may hold {text}"
 
     def malloc(self, size: int) -> Any:
-        """Allocates by `MemoryPool.malloc`."""
+        """Allocates by `MemoryPool.malloc`; frees memory and tries again if there is too little."""
         try:
             return self._malloc(size)
-        except self._full:
+        except self._out_of_memory:
             for _ in self._make_room(size):
-                with suppress(self._full):
+                with suppress(self._out_of_memory):
                     return self._malloc(size)
             raise
 
@@ -104,9 +104,10 @@ class Bounded:
             yield
 
     def _raise_limit(self, size: int) -> bool | None:
-        """Raises the pool's limit so that the pool can take `size` more bytes.
+        """Raises the pool's limit so that the pool can take `size` more bytes. Returns True if so.
 
-        Returns False if the device has no room for them; None if the limit was high enough: then a retry may succeed.
+        Returns None if the limit was high enough, so that a retry may succeed. Returns False if the device has no room
+        for them, or the limit is the user's.
         """
         runtime = self._cuda.runtime
         if not self._limit or runtime.getDevice() != self._number:
@@ -134,7 +135,7 @@ class Bounded:
         return True
 
 
-def bound_pinned(cupy: Any, limit: int | None = None) -> None:
+def bound_pinned_memory(cupy: Any, limit: int | None = None) -> None:
     """Gives CuPy a pool of pinned host memory that frees its unused memory before it holds more than `limit`.
 
     CuPy's own pool keeps all memory that it ever pinned, the next power of two above the largest array. Memory in use

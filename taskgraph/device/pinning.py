@@ -58,17 +58,17 @@ event. This set keeps the events that the finalizer of a pin needs."""
 class Pin:
     """Keeps memory page-locked as long as this object lives.
 
-    A thread unlocks the memory after the device's last read: unlocking may take long, and the last reference may end
-    in any thread.
+    Then a thread unlocks the memory, after the device's last read: unlocking may take long, and the last reference to
+    this object may end in any thread.
 
     Attributes:
-        device: the device that it is locked for.
+        device: the device that the memory is locked for.
         then: called in that thread once the memory is unlocked.
     """
 
     __slots__ = ("_lock", "_locked", "_memory", "_reads", "device", "then")
 
-    def __init__(self, locked: _Locked, device: Device, memory: Any) -> None:
+    def __init__(self, locked: _LockedMemory, device: Device, memory: Any) -> None:
         self.device = device
         self.then: Callable[[], object] | None = None
         self._locked = locked
@@ -78,31 +78,32 @@ class Pin:
         self._lock = threading.Lock()
 
     def upload(self, host: NDArray[Any]) -> Array:
-        """Queues a copy of an array in this memory to the device. Do not write to the memory until it is `idle`."""
+        """Queues a copy of an array in this memory to the device. Do not write to the memory until `is_idle`."""
         device = self.device
         made = device.upload(host)
         try:
-            event = device.record(device.current())
+            event = device.record(device.current_stream())
         except Exception:
             self._reads.unknown = True
             raise
         with self._lock:
             self._reads.events.append(event)
-            self._look()
+            self._drop_done_reads()
         return made
 
-    def idle(self) -> bool:
-        """True if the device has read all that was queued by `upload`: the memory may take another value."""
+    def is_idle(self) -> bool:
+        """True if the device has done all copies of `upload`: the memory is free for another value. False after errors."""
         with self._lock:
-            return self._look()
+            return self._drop_done_reads()
 
-    def _look(self) -> bool:
+    def _drop_done_reads(self) -> bool:
+        """Recycles the events that the device has passed. True if no read is left, and none is unknown."""
         reads = self._reads
         if reads.events and not reads.unknown:
             try:
                 events = []
                 for event in reads.events:
-                    if self.device.done(event):
+                    if self.device.has_passed(event):
                         self.device.recycle(event)
                     else:
                         events.append(event)
@@ -117,7 +118,7 @@ class Pin:
             self._locked.unlock_soon(self.device, self._memory, self._reads, self.then)
 
 
-class _Locked:
+class _LockedMemory:
     """All memory that this process has locked.
 
     Args:
@@ -134,6 +135,7 @@ class _Locked:
         self.nbytes = 0
 
     def pin(self, holder: Pinnable, device: Device) -> None:
+        """Locks the holder's memory and sets its `pin`, unless it has one, or the limit or the system forbids that."""
         with self._locking:
             if holder.pin is not None:
                 return
@@ -156,7 +158,7 @@ class _Locked:
                 return
             holder.pin = Pin(self, device, memory)
 
-    def full(self, size: int) -> bool:
+    def is_full_for(self, size: int) -> bool:
         return self.nbytes + size > self._limit
 
     def unlock_soon(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
@@ -186,15 +188,15 @@ class _Locked:
             then()
 
 
-_locked = _Locked(memory_bytes() // PART)
+_locked = _LockedMemory(memory_bytes() // PART)
 
 
 def pin_of(holder: Pinnable, device: Device) -> Pin | None:
-    """Returns the pin of memory for a device; None: it has none, so copies are slower.
+    """Returns the pin of memory for a device; None: it has none, or one for another device. Then copies are slower.
 
-    A worker thread locks the memory if the limit allows it, which may take long. An event loop does not lock.
+    In a worker thread, locks memory without a pin if the limit allows it, which may take long. Not on an event loop.
     """
-    if holder.pin is None and not _locked.full(len(holder.memory)) and not on_a_loop():
+    if holder.pin is None and not _locked.is_full_for(len(holder.memory)) and not on_a_loop():
         _locked.pin(holder, device)
     pin = holder.pin
     return pin if pin is not None and pin.device is device else None

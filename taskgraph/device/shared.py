@@ -30,11 +30,11 @@ __all__ = [
     "LEAST_BYTES",
     "Segment",
     "SharedMemory",
+    "make_segment",
     "may_trim",
     "memory_of_identity",
-    "offer",
+    "offer_memory",
     "offered_memory",
-    "segment_of",
     "trim",
 ]
 
@@ -59,7 +59,7 @@ _numbers: Final = itertools.count(1)
 
 
 class Segment:
-    """A run of bytes.
+    """A piece of a device's memory that other processes can open, for one value at a time.
 
     Attributes:
         number: unique in this process.
@@ -81,14 +81,14 @@ class Segment:
 
     @property
     def handle(self) -> bytes:
-        """The handle by which other processes open it. Raises the library's error if they cannot."""
+        """The handle by which other processes open the segment. Raises the library's error if they cannot."""
         if not self._handle:
             self._handle = self._share(self.array)
             assert len(self._handle) == HANDLE_BYTES
         return self._handle
 
 
-def segment_of(device: Device, array: Array) -> Segment:
+def make_segment(device: Device, array: Array) -> Segment:
     """Makes a segment of memory of `Device.allocate` or `Device.open`."""
     return Segment(next(_numbers), array, device.share)
 
@@ -125,26 +125,33 @@ class SharedMemory:
         return sum(segment.size for segment in self._idle)
 
     def take(self, nbytes: int) -> Segment | None:
-        """Returns a segment of this many bytes, for writes on the current stream; None: use other memory."""
+        """Returns a segment of at least `nbytes`, for writes on the current stream.
+
+        Returns None if the value is too small for one, or there is no room: use other memory.
+        """
         if nbytes < LEAST_BYTES or not self._works:
             return None
         if self._max_idle_bytes is None:  # not earlier, since this makes CUDA ready
             self._max_idle_bytes = self._device.memory_bytes // IDLE_PART
         with self._lock:
             too_much = self._collect()
-            found = self._find(nbytes)
-            if found is None and len(self) >= _MAX_SEGMENTS:
-                if not self._idle:
-                    return None
+            found = self._take_idle(nbytes)
+            full = found is None and len(self) >= _MAX_SEGMENTS
+            if full and self._idle:
                 too_much.append(self._idle.pop(0))
-            self._used += 1
+                full = False
+            if not full:
+                self._used += 1
+        if full:
+            self._free(too_much)
+            return None
         try:
             self._free(too_much)
             del too_much  # before anything is allocated
             if found is None:
-                return self._make(nbytes)
+                return self._allocate(nbytes)
             for event in found._events:
-                self._device.follow(self._device.current(), event)
+                self._device.follow(self._device.current_stream(), event)
             while found._events:
                 self._device.recycle(found._events.pop())
             return found
@@ -152,21 +159,21 @@ class SharedMemory:
             if found is not None:
                 self.give_back(found, found._events)
             else:
-                self._not_made()
+                self._discount_unmade()
             if isinstance(error, MemoryError):
                 return None
             raise
 
-    def _find(self, nbytes: int) -> Segment | None:
-        most = max(_FITS * nbytes, _rounded(nbytes))
+    def _take_idle(self, nbytes: int) -> Segment | None:
+        most = max(_FITS * nbytes, _segment_size(nbytes))
         for at in range(len(self._idle) - 1, -1, -1):
             if nbytes <= self._idle[at].size <= most:
                 return self._idle.pop(at)
         return None
 
-    def _make(self, nbytes: int) -> Segment | None:
+    def _allocate(self, nbytes: int) -> Segment | None:
         try:
-            made = segment_of(self._device, self._device.allocate(_rounded(nbytes)))
+            made = make_segment(self._device, self._device.allocate(_segment_size(nbytes)))
             _ = made.handle  # these take a moment, so not later, on an event loop
             _ = self._device.identity
         except MemoryError:
@@ -175,16 +182,16 @@ class SharedMemory:
             # Many systems cannot share memory. If the device is lost, its next use raises the error.
             log.warning("other processes cannot open memory of this device, so values go by the host: %s", error)
             self._works = False
-            self._not_made()
+            self._discount_unmade()
             return None
         return made
 
-    def _not_made(self) -> None:
+    def _discount_unmade(self) -> None:
         with self._lock:
             self._used -= 1
 
     def give_back(self, segment: Segment, events: list[Event]) -> None:
-        """Takes back a segment without users in this process; all work on it ends with these events."""
+        """Takes back a segment that this process no longer uses; all work on it ends with these events."""
         self._garbage.append((segment, events, self._clock()))
 
     def _collect(self) -> list[Segment]:
@@ -195,9 +202,9 @@ class SharedMemory:
             segment._events, segment._freed_at = events, freed_at
             self._used -= 1
             (spoiled if segment.spoiled else self._idle).append(segment)
-        return spoiled + self._chosen(self._max_idle_bytes or 0, self._clock())
+        return spoiled + self._remove_idle(self._max_idle_bytes or 0, self._clock())
 
-    def _chosen(self, most: int, before: float) -> list[Segment]:
+    def _remove_idle(self, most: int, before: float) -> list[Segment]:
         """Removes idle segments, oldest first, until at most `most` bytes are idle. Returns them."""
         idle, count = self.idle_bytes, 0
         for segment in self._idle:
@@ -209,7 +216,10 @@ class SharedMemory:
         return chosen
 
     def _free(self, segments: list[Segment]) -> bool:
-        """Waits until the device is done with the segments. Call it without the lock. True if there are any."""
+        """Waits until the device is done with the segments, which the caller then drops. True if there are any.
+
+        Call it without the lock.
+        """
         for segment in segments:
             for event in segment._events:
                 self._device.wait(event)
@@ -219,7 +229,7 @@ class SharedMemory:
     def trim(self) -> None:
         """Frees segments that were idle for long. Call it now and then in a thread."""
         with self._lock:
-            too_much = self._collect() + self._chosen(0, self._clock() - _IDLE_S)
+            too_much = self._collect() + self._remove_idle(0, self._clock() - _IDLE_S)
         self._free(too_much)
 
     def shrink(self, nbytes: int) -> bool:
@@ -229,7 +239,7 @@ class SharedMemory:
             return False
         try:
             too_much = self._collect()
-            too_much += self._chosen(max(0, self.idle_bytes - nbytes), self._clock())
+            too_much += self._remove_idle(max(0, self.idle_bytes - nbytes), self._clock())
         finally:
             self._lock.release()
         freed = self._free(too_much)
@@ -238,7 +248,7 @@ class SharedMemory:
         return freed
 
 
-def _rounded(nbytes: int) -> int:
+def _segment_size(nbytes: int) -> int:
     step = max(_GRAIN, (1 << (nbytes.bit_length() - 1)) // _STEPS)
     return -(-nbytes // step) * step
 
@@ -247,8 +257,8 @@ _offered: Final[dict[Device, SharedMemory]] = {}
 _lock: Final = threading.Lock()
 
 
-def offer(device: Device) -> SharedMemory:
-    """From now on large values of the device are put into memory that other processes can open."""
+def offer_memory(device: Device) -> SharedMemory:
+    """Puts large values of the device, from now on, into memory that other processes can open. Returns that memory."""
     with _lock:
         found = _offered.get(device)
         if found is None:
@@ -257,12 +267,12 @@ def offer(device: Device) -> SharedMemory:
 
 
 def offered_memory(device: Device) -> SharedMemory | None:
-    """Returns the offered memory of a device, if any."""
+    """Returns the memory that `offer_memory` made for a device; None: it was not called."""
     return _offered.get(device)
 
 
 def memory_of_identity(identity: bytes) -> SharedMemory | None:
-    """Returns the offered memory of the device with this identity, if any."""
+    """Returns the offered memory of the device with this `Device.identity`, if any."""
     with _lock:
         return next((found for device, found in _offered.items() if device.identity == identity), None)
 
@@ -282,7 +292,7 @@ def trim() -> None:
 
 
 def _free_idle_segments(nbytes: int) -> bool:
-    """Frees idle segments, about `nbytes` on each device: which one is short is not known. True if it freed any.
+    """Frees about `nbytes` of idle segments on each device: which device is short is not known. True if it freed any.
 
     Called in the middle of an allocation, so it takes no lock that a thread keeps during an allocation.
     """

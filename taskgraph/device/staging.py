@@ -27,16 +27,16 @@ _BLOCKING_PIECE_BYTES: Final = 4 << 20
 _QUEUED_PIECE_BYTES: Final = 64 << 20
 """Piece of a copy to page-locked memory: queueing one takes about 60 us, and the task's own copies get in between."""
 
-_queued: Final[set[_Queued]] = set()
+_queued: Final[set[_QueuedCopy]] = set()
 """Copies that a device makes, or may still make after an error: their memory must not be reused. Python finalizes
 objects that become garbage together in any order, so without this set the memory could be reused too early."""
 
 
-class _Queued:
+class _QueuedCopy:
     """The part of a copy that must outlive its `HostCopy` while the device writes.
 
     Attributes:
-        event: after the last queued piece.
+        event: follows the last queued piece; None: nothing is queued, or all of it is done.
         abandoned: the `HostCopy` is gone; no thread will wait for the copy.
     """
 
@@ -52,7 +52,7 @@ class _Queued:
         self.abandoned = False
 
     def queue(self, begin: int, end: int) -> None:
-        """Queues a part of the copy."""
+        """Queues the copy of the bytes from `begin` to `end`."""
         _queued.add(self)
         with self.device.on(self.stream):
             for at in range(begin, end, _QUEUED_PIECE_BYTES):
@@ -60,20 +60,20 @@ class _Queued:
             self.event = self.device.record(self.stream)
 
     def wait(self) -> None:
-        """Waits for what was queued."""
+        """Waits for the queued pieces."""
         if self.event is not None:
             self.device.wait(self.event)
-            self.recycle()
+            self.recycle_event()
 
-    def recycle(self) -> None:
+    def recycle_event(self) -> None:
         event, self.event = self.event, None
         if event is not None:
             self.device.recycle(event)
 
-    def useless(self) -> bool:
+    def is_useless(self) -> bool:
         """True if the copy is abandoned and done."""
         try:
-            return self.abandoned and (self.event is None or self.device.done(self.event))
+            return self.abandoned and (self.event is None or self.device.has_passed(self.event))
         except Exception as error:  # usually the device is lost
             size = self.target.nbytes
             log.warning("the device failed during a copy to the host, so %d bytes stay in use: %s", size, error)
@@ -92,8 +92,8 @@ def free_abandoned_copies() -> bool:
             _queued.remove(queued)  # so that no other thread looks at the same one
         except KeyError:
             continue
-        if queued.useless():
-            queued.recycle()
+        if queued.is_useless():
+            queued.recycle_event()
             released = True
         else:
             _queued.add(queued)
@@ -104,17 +104,19 @@ givers.append(lambda nbytes: free_abandoned_copies())
 
 
 class HostCopy:
-    """A copy from a device to the host, queued at once if the device makes it by itself. Making one does not wait.
+    """A copy from a device to the host. Making one does not wait.
+
+    The copy is queued at once if the host memory is page-locked; otherwise `finish` makes it.
 
     Args:
         source: an array in C order that does not change.
-        stream: queues the copy.
+        stream: the copy is queued there.
         allocate: gives the host memory, if it has some.
         keep: kept alive as long as the device reads the source.
 
     Attributes:
         data: the host memory, read-only; valid after `finish`.
-        error: the error that ended the copy.
+        error: the error that ended the copy; None: none so far.
     """
 
     __slots__ = ("_lock", "_pinned", "_queued", "data", "error")
@@ -123,14 +125,14 @@ class HostCopy:
         self, device: Device, source: Array, stream: Stream, allocate: Callable[[int], Any] | None, *, keep: object
     ) -> None:
         self.error: Exception | None = None
-        self._queued: _Queued | None = None  # None: done
+        self._queued: _QueuedCopy | None = None  # None: done
         free_abandoned_copies()
         size: int = source.nbytes
         block = None if allocate is None else allocate(size)
         origin = None if block is None else block.origin
         self._pinned = origin is not None and origin.pin(device) is not None
         target: NDArray[np.uint8] = np.empty(size, np.uint8) if block is None else block
-        self._queued = _Queued(device, source, stream, target, keep)
+        self._queued = _QueuedCopy(device, source, stream, target, keep)
         self._lock = threading.Lock()
         self.data = target.data.toreadonly()
         if self._pinned:
@@ -144,7 +146,7 @@ class HostCopy:
             self._queued.abandoned = True
 
     def finish(self) -> None:
-        """Waits for the copy.
+        """Waits for the copy. May be called again, and in several threads.
 
         Raises:
             Exception: the error that ended the copy.
@@ -153,7 +155,7 @@ class HostCopy:
         with self._lock:
             if self._queued is not None and self.error is None:
                 try:
-                    self._copy(self._queued)
+                    self._finish(self._queued)
                     done, self._queued = self._queued, None
                 except Exception as error:
                     self.error = error
@@ -161,7 +163,7 @@ class HostCopy:
         if self.error is not None:
             raise self.error
 
-    def _copy(self, queued: _Queued) -> None:
+    def _finish(self, queued: _QueuedCopy) -> None:
         size = self.data.nbytes
         if not self._pinned:
             for begin in range(0, size, _BLOCKING_PIECE_BYTES):

@@ -20,9 +20,9 @@ from functools import cache, partial
 from typing import Any, Final
 
 from taskgraph.device import handles
-from taskgraph.device.afterwards import on_a_loop, soon
+from taskgraph.device.afterwards import call_soon, on_a_loop
 
-__all__ = ["OUT_OF_MEMORY", "DriverError", "Run", "allocate", "open_run"]
+__all__ = ["OUT_OF_MEMORY", "DriverError", "MappedMemory", "allocate", "open_memory"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -77,7 +77,7 @@ _CALLS: Final = {
 
 
 class DriverError(RuntimeError):
-    """The driver refused.
+    """A call of the CUDA driver failed.
 
     Attributes:
         status: a CUresult.
@@ -90,7 +90,7 @@ class DriverError(RuntimeError):
 
 @cache
 def _driver() -> Any:
-    """Loads the CUDA driver's library, and sets the types of its functions. OSError: there is none of CUDA 10.2 on."""
+    """Loads the CUDA driver's library, and sets the types of its functions. OSError: none from CUDA 10.2 on."""
     library = ctypes.CDLL(_LIBRARY)
     for name, types in _CALLS.items():
         try:
@@ -101,7 +101,7 @@ def _driver() -> Any:
     return library
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call_driver(name: str, *arguments: Any) -> None:
     status = getattr(_driver(), name)(*arguments)
     if status:
         raise DriverError(name, status)
@@ -113,14 +113,14 @@ def _properties(device: int) -> _Properties:
 
 def _mapped_size(device: int, nbytes: int) -> int:
     grain = _size()
-    _call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(_properties(device)), 0)
+    _call_driver("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(_properties(device)), 0)
     return -(-nbytes // grain.value) * grain.value
 
 
-class Run:
-    """A run of bytes, mapped in this process as long as this object lives.
+class MappedMemory:
+    """Memory of a device, mapped in this process as long as this object lives.
 
-    Drop the last reference only when the device is done with it.
+    Drop the last reference only when the device is done with the memory.
 
     Attributes:
         address: of the first byte.
@@ -143,21 +143,21 @@ class Run:
         self._size = 0
         size = _mapped_size(device, nbytes)
         at = _address()
-        _call("cuMemAddressReserve", ctypes.byref(at), size, 0, 0, 0)
+        _call_driver("cuMemAddressReserve", ctypes.byref(at), size, 0, 0, 0)
         try:
-            _call("cuMemMap", at, size, 0, handle, 0)
+            _call_driver("cuMemMap", at, size, 0, handle, 0)
         except BaseException:
-            _call("cuMemAddressFree", at, size)
+            _call_driver("cuMemAddressFree", at, size)
             raise
         self.address, self._size = at.value, size
-        _call("cuMemSetAccess", at, size, ctypes.byref(_Access(_Location(_ON_DEVICE, device), access)), 1)
+        _call_driver("cuMemSetAccess", at, size, ctypes.byref(_Access(_Location(_ON_DEVICE, device), access)), 1)
 
     def offer(self) -> bytes:
-        """Returns `HANDLE_BYTES` by which other processes open it while this object lives."""
+        """Returns `HANDLE_BYTES` by which other processes open the memory while this object lives."""
         if self._offered is None:
             if self._descriptor is None:
                 found = _int()
-                _call("cuMemExportToShareableHandle", ctypes.byref(found), self._handle, _DESCRIPTOR, 0)
+                _call_driver("cuMemExportToShareableHandle", ctypes.byref(found), self._handle, _DESCRIPTOR, 0)
                 self._descriptor = found.value
             self._offered = handles.offer(self._descriptor)
             self._descriptor = None
@@ -172,7 +172,7 @@ class Run:
             handles.withdraw(self._offered)
         release = partial(_release, self.address, self._size, self._handle, self._descriptor)
         if here():
-            soon(release)
+            call_soon(release)
         else:
             release()
 
@@ -182,15 +182,15 @@ def _release(address: int, size: int, handle: int, descriptor: int | None) -> No
         os.close(descriptor)
     try:
         if size:
-            _call("cuMemUnmap", address, size)
-            _call("cuMemAddressFree", address, size)
-        _call("cuMemRelease", handle)
+            _call_driver("cuMemUnmap", address, size)
+            _call_driver("cuMemAddressFree", address, size)
+        _call_driver("cuMemRelease", handle)
     except DriverError as error:  # usually the device is lost
         log.warning("%d bytes of a device cannot be freed: %s", size, error)
 
 
-def allocate(device: int, nbytes: int) -> Run:
-    """Allocates memory of a device that has a context.
+def allocate(device: int, nbytes: int) -> MappedMemory:
+    """Allocates memory of a device that has a CUDA context in this process.
 
     Raises:
         DriverError: the device has too little memory (`OUT_OF_MEMORY`), or lacks the feature.
@@ -198,12 +198,12 @@ def allocate(device: int, nbytes: int) -> Run:
     """
     made = _handle()
     size = _mapped_size(device, nbytes)
-    _call("cuMemCreate", ctypes.byref(made), size, ctypes.byref(_properties(device)), 0)
-    return Run(device, made.value, nbytes, _READ_WRITE, None)
+    _call_driver("cuMemCreate", ctypes.byref(made), size, ctypes.byref(_properties(device)), 0)
+    return MappedMemory(device, made.value, nbytes, _READ_WRITE, None)
 
 
-def open_run(device: int, offered: bytes, nbytes: int) -> Run:
-    """Opens memory that a process offered, for reading only.
+def open_memory(device: int, offered: bytes, nbytes: int) -> MappedMemory:
+    """Maps memory that a process offered (`MappedMemory.offer`), for reading only.
 
     Raises:
         DriverError: it is not memory of this device.
@@ -212,8 +212,8 @@ def open_run(device: int, offered: bytes, nbytes: int) -> Run:
     descriptor = handles.fetch(offered)
     found = _handle()
     try:
-        _call("cuMemImportFromShareableHandle", ctypes.byref(found), ctypes.c_void_p(descriptor), _DESCRIPTOR)
+        _call_driver("cuMemImportFromShareableHandle", ctypes.byref(found), ctypes.c_void_p(descriptor), _DESCRIPTOR)
     except BaseException:
         os.close(descriptor)
         raise
-    return Run(device, found.value, nbytes, _READ, descriptor)
+    return MappedMemory(device, found.value, nbytes, _READ, descriptor)

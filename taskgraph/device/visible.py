@@ -1,4 +1,4 @@
-"""Lists the CUDA devices that a process may use, and their names. Needs no device and no CuPy."""
+"""Names of the CUDA devices that a process may use. Needs no device and no CuPy."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def visible(text: str) -> tuple[str, ...]:
 
 
 def device_ids(count: int) -> tuple[str, ...]:
-    """Returns names of this process's devices for people: from the variable, or else numbers."""
+    """Returns names of this process's `count` devices: from `CUDA_VISIBLE_DEVICES`, or else "0", "1", ..."""
     named = visible(os.environ.get(VISIBLE, ""))
     return named[:count] if len(named) >= count else tuple(map(str, range(count)))

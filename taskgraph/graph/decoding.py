@@ -239,7 +239,7 @@ class Reader:
                 if data.device is self._device:
                     there = data.array(dtype, shape)
                     return self._device.copy(there) if self._writable else there
-                data = data.host()
+                data = data.copy_to_host()
             if self._device is not None and number in self._on_device:
                 return _to_device(self._device, arrays.view(data, at, dtype, shape, writable=False))
             return arrays.view(data, at, dtype, shape, writable=self._writable)

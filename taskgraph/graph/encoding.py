@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.device import shared
-from taskgraph.device.api import Device, OnDevice
-from taskgraph.device.buffers import Private
+from taskgraph.device.api import Device, DeviceArrayOnHost
+from taskgraph.device.buffers import PrivateCopy
 from taskgraph.device.lookup import device_of
 from taskgraph.graph import arrays, codecs, dtypes, layout, orders
 from taskgraph.graph.arrays import INLINE_BYTES
@@ -39,7 +39,7 @@ _CONTAINER_PARTS: Final = 8
 _PLAIN: Final = frozenset((type(None), bool, int, float, str))
 _ALWAYS_PLAIN: Final = frozenset((type(None), bool, float))
 
-Buffer = memoryview | arrays.PendingCopy | arrays.SmallParts | Private
+Buffer = memoryview | arrays.PendingCopy | arrays.SmallParts | PrivateCopy
 
 
 class _NotPlain(Exception):
@@ -284,7 +284,7 @@ def _array_head(writer: Writer, value: Any, dtype: bytes, packed: bool, order: b
     return writer.extension(layout.ARRAY_EXT, to_bytes(ArrayHead(number, buffer, at, dtype, shape, order)))
 
 
-def _host_copy(writer: Writer, value: OnDevice, order: bytes = b"") -> Ext:
+def _host_copy(writer: Writer, value: DeviceArrayOnHost, order: bytes = b"") -> Ext:
     """Encodes a device array that was copied to the host."""
     writer.on_device.append(writer.arrays)
     return _array(writer, value.host, adopt=True, order=order)
@@ -298,10 +298,10 @@ def _device_array(writer: Writer, value: Any, device: Device) -> Ext:
     stays = writer.stays and value.nbytes >= INLINE_BYTES and device.can_copy(value)
     dtype, packed = _describe_dtype(value, value.dtype) if stays else (b"", False)
     if not packed or len(writer.buffers) >= _MAX_BUFFERS:
-        return _host_copy(writer, OnDevice(device.to_host(value)), order)
+        return _host_copy(writer, DeviceArrayOnHost(device.to_host(value)), order)
     writer.on_device.append(writer.arrays)
     memory = shared.offered_memory(device) if writer.lendable else None
-    writer.buffers.append(Private(device, value, BLOCK_BYTES, memory))
+    writer.buffers.append(PrivateCopy(device, value, BLOCK_BYTES, memory))
     writer.stayed += (value,)
     return _array_head(writer, value, dtype, packed, order, len(writer.buffers), 0)
 
@@ -427,7 +427,7 @@ _CONVERT: Final = _Converters(
         tuple: _tuple,
         dict: _dict,
         np.ndarray: _array,
-        OnDevice: _host_copy,
+        DeviceArrayOnHost: _host_copy,
         **dict.fromkeys(_NUMBERS, _number),
     }
 )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.device.api import Device
-from taskgraph.device.buffers import DeviceBuffer, Digested
+from taskgraph.device.buffers import BlockDigests, DeviceBuffer
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, digests, dtypes
 from taskgraph.graph.arrays import INLINE_BYTES
@@ -168,7 +168,7 @@ def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
         return digests.of_block_digests(meta, [buffer.nbytes for buffer in buffers], b"".join(parts))
     blocks = b""
     for buffer in buffers:
-        if not isinstance(buffer, Digested):
+        if not isinstance(buffer, BlockDigests):
             return digests.digest(meta, buffers)
         blocks += buffer.blocks
     return digests.of_block_digests(
@@ -196,7 +196,7 @@ def copy_to_host(
             buffers.append(buffer)
             kind = EncodedOnDevice
         else:
-            buffers.append(buffer.host(allocate))
+            buffers.append(buffer.copy_to_host(allocate))
     return kind(value.meta, tuple(buffers), value.digest)
 
 
@@ -243,15 +243,15 @@ def device_buffers(value: Encoded) -> list[DeviceBuffer]:
 
 def copy_device_buffers(value: EncodedOnDevice) -> EncodedOnDevice:
     """Copies the device buffers of a value, so that it shares no device memory. Waits for the device."""
-    buffers: Any = tuple([b.separate() if isinstance(b, DeviceBuffer) else b for b in value.buffers])
+    buffers: Any = tuple([b.copy_on_device() if isinstance(b, DeviceBuffer) else b for b in value.buffers])
     return EncodedOnDevice(value.meta, buffers, value.digest)
 
 
 def device_buffers_intact(value: Encoded) -> bool:
     """Digests device buffers again, on the current stream: True if the digest matches. Waits for the device."""
-    fresh = [buffer.digested() if isinstance(buffer, DeviceBuffer) else buffer for buffer in value.buffers]
+    fresh = [buffer.digest_again() if isinstance(buffer, DeviceBuffer) else buffer for buffer in value.buffers]
     for source in fresh:
-        if isinstance(source, Digested):
+        if isinstance(source, BlockDigests):
             source.begin()
     return _digest(memoryview(value.meta)[: value_end(value.meta)], fresh) == value.digest
 

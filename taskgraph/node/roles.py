@@ -146,7 +146,7 @@ class Roles:
         if known is None:
             xp, device = array_module(node.devices)
             if device is not None and node.own_process:
-                shared.offer(device)
+                shared.offer_memory(device)
             known = self.replicas[task] = Replica(
                 task, node.job, node.router, node.threads, xp=xp, device=device, tracing=node.tracing
             )

@@ -24,8 +24,8 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.device import afterwards, shared
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Device, Event
-from taskgraph.device.buffers import DeviceBuffer, borrowed
-from taskgraph.device.shared import IDLE_PART, LEAST_BYTES, Segment, segment_of
+from taskgraph.device.buffers import DeviceBuffer, borrow_buffer
+from taskgraph.device.shared import IDLE_PART, LEAST_BYTES, Segment, make_segment
 from taskgraph.errors import DecodeError
 from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.digests import BLOCK_BYTES
@@ -244,7 +244,7 @@ class DeviceBorrowing:
                 raise CannotBorrow(f"{type(error).__name__}: {error}", for_good=True) from error
             if not can_copy:
                 raise CannotBorrow("arrays do not stay on this process's device", for_good=True)
-            found[ticket.memory] = OpenMemory(memory.device, segment_of(memory.device, array), ticket.size, most)
+            found[ticket.memory] = OpenMemory(memory.device, make_segment(memory.device, array), ticket.size, most)
         return found
 
     def keep(self, opened: dict[int, OpenMemory], tickets: Sequence[Ticket]) -> None:
@@ -281,7 +281,7 @@ class DeviceBorrowing:
             if buffer.nbytes == TICKET_BYTES:
                 ticket, memory = next(lent)
                 ended = partial(self._end_loan, memory, ticket.number)
-                buffers.append(borrowed(memory.device, memory.segment, ticket.length, BLOCK_BYTES, ended))
+                buffers.append(borrow_buffer(memory.device, memory.segment, ticket.length, BLOCK_BYTES, ended))
                 memory.readers += 1
             else:
                 buffers.append(buffer)
@@ -293,7 +293,7 @@ class DeviceBorrowing:
 
     def _end_loan(self, memory: OpenMemory, number: int, events: list[Event]) -> None:
         """Ends a loan: the last view is garbage. Called in any thread, in the middle of any code."""
-        afterwards.call(memory.device, events, partial(self._wake, partial(self._return_ticket, memory, number)))
+        afterwards.call_after(memory.device, events, partial(self._wake, partial(self._return_ticket, memory, number)))
 
     def _return_ticket(self, memory: OpenMemory, number: int) -> None:
         """Returns a ticket, after all reads of its memory are done; closes memory that was idle for longest."""

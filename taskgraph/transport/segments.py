@@ -263,7 +263,7 @@ class Pool:
         most = max(_FITS * nbytes, 2 * LEAST_BYTES)
         for at in range(len(idle) - 1, -1, -1):
             segment = idle[at]
-            if nbytes <= segment.size <= most and (segment.pin is None or segment.pin.idle()):
+            if nbytes <= segment.size <= most and (segment.pin is None or segment.pin.is_idle()):
                 del idle[at]
                 self._idle_bytes -= segment.size
                 return segment

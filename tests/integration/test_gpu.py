@@ -120,7 +120,7 @@ def test_items_are_views_within_a_process_and_bytes_beyond_it() -> None:
 def test_memory_that_another_stream_still_reads_is_not_given_away() -> None:
     xp, device = array_module(1)
     assert device is not None
-    owner, reader = device.stream(), device.stream()
+    owner, reader = device.new_stream(), device.new_stream()
     for _ in range(20):
         with device.on(owner):
             encoded = encode(xp.ones((2000, 2000)), stays=True)
@@ -198,7 +198,7 @@ async def test_to_let_go_on_an_event_loop_waits_for_no_compute() -> None:
     """While one waits for the device in `float`, CUDA holds up whoever makes an event, or destroys one."""
     xp, device = array_module(1)
     assert device is not None
-    owner, computing = device.stream(), device.stream()
+    owner, computing = device.new_stream(), device.new_stream()
     spin = xp.RawKernel(SPIN, "spin")
     with device.on(computing):
         mine = xp.zeros(1)
@@ -263,7 +263,7 @@ def test_tensors_stay_and_arrive_in_memory_of_pytorch(torch: Any, name: str, sha
     tensor = host.cuda()
     device = array_module(1)[1]
     assert device is not None
-    with device.on(device.stream()):
+    with device.on(device.new_stream()):
         encoded = encode([tensor, tensor.t() if len(shape) == 2 else tensor], stays=True)
         assert encoded.digest == encode([host, host.t() if len(shape) == 2 else host]).digest
         assert len(device_buffers(encoded)) == (2 if tensor.nbytes >= 64 << 10 else 0)
@@ -283,7 +283,7 @@ def test_tensors_of_streams_that_wait_for_no_other(torch: Any) -> None:
     device = array_module(1)[1]
     assert device is not None
     size = 1 << 24
-    with device.on(device.stream()), torch.cuda.stream(torch.cuda.Stream()):
+    with device.on(device.new_stream()), torch.cuda.stream(torch.cuda.Stream()):
         for number in range(30):
             tensor = torch.full((size,), float(number), device="cuda")
             for _ in range(10):

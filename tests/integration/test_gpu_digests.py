@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="n
 def on_device(data: Any, nbytes: int, stream: Any) -> list[bytes]:
     import cupy
 
-    count = digest.count(nbytes, BLOCK_BYTES)
+    count = digest.count_blocks(nbytes, BLOCK_BYTES)
     with stream:
         found = cupy.full(max(count, 1) * digest.DIGEST_BYTES, 0xDD, dtype=cupy.uint8)
-        digest.launch(data.data.ptr, nbytes, BLOCK_BYTES, found.data.ptr, stream)
+        digest.launch_kernel(data.data.ptr, nbytes, BLOCK_BYTES, found.data.ptr, stream)
         text = found.get().tobytes()
     return [text[at : at + digest.DIGEST_BYTES] for at in range(0, count * digest.DIGEST_BYTES, digest.DIGEST_BYTES)]
 

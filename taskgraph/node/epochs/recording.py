@@ -70,7 +70,7 @@ class SharedItem:
 
     @property
     def was_viewed(self) -> bool:
-        return any(buffer.viewed for buffer in device_buffers(self.value))
+        return any(buffer.is_viewed for buffer in device_buffers(self.value))
 
 
 @dataclass(frozen=True, slots=True)

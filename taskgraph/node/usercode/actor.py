@@ -24,7 +24,7 @@ from contextvars import Context
 from types import CodeType, CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
-from taskgraph.device.afterwards import Aside
+from taskgraph.device.afterwards import OffLoopFinalizer
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import GraphError
 from taskgraph.node.usercode import forks, lastwords
@@ -97,7 +97,7 @@ class Actor:
         self.task = task
         self.contexts = Contexts(threads.context)
         self._device = device
-        self._streams: Aside | None = None  # made in a thread, by the first call
+        self._streams: OffLoopFinalizer | None = None  # made in a thread, by the first call
         self._tracing = tracing or Tracing()
         self._threads = threads
         self._cancel_s = cancel_s
@@ -388,7 +388,7 @@ class Actor:
     def _stream_of(self, device: Device) -> Stream:
         """Returns the task's stream on its device, which the first call makes."""
         if self._streams is None:
-            self._streams = Aside([device.stream()])
+            self._streams = OffLoopFinalizer([device.new_stream()])
         stream: Stream = self._streams.things[0]
         return stream
 

@@ -15,10 +15,10 @@ from taskgraph.device import virtual
 
 
 def launch_on(soft: SoftDevice) -> Callable[..., None]:
-    """In place of `taskgraph.device.digest.launch`, on addresses as the stand-in has them."""
+    """In place of `taskgraph.device.digest.launch_kernel`, on addresses as the stand-in has them."""
 
     def launch(data: Any, nbytes: int, block_bytes: int, digests: Any, stream: Any, copy: Any = 0) -> None:
-        assert data.nbytes == nbytes and stream.of is soft.current()
+        assert data.nbytes == nbytes and stream.of is soft.current_stream()
         source, target = data.elements.reshape(-1).view(np.uint8), digests.elements.reshape(-1, 16)
 
         def take() -> None:
@@ -35,7 +35,7 @@ def launch_on(soft: SoftDevice) -> Callable[..., None]:
 
 
 class RunOn:
-    """As `taskgraph.device.virtual.Run`."""
+    """As `taskgraph.device.virtual.MappedMemory`."""
 
     def __init__(self, soft: SoftDevice, array: SoftArray) -> None:
         self.address = array
@@ -54,10 +54,10 @@ def virtual_on(soft: SoftDevice, cupy: Any) -> dict[str, Callable[..., RunOn]]:
             raise virtual.DriverError("cuMemCreate", virtual.OUT_OF_MEMORY)
         return RunOn(soft, soft.allocate(nbytes))
 
-    def open_run(device: int, offered: bytes, nbytes: int) -> RunOn:
+    def open_memory(device: int, offered: bytes, nbytes: int) -> RunOn:
         return RunOn(soft, soft.open(offered, nbytes))
 
-    return {"allocate": allocate, "open_run": open_run}
+    return {"allocate": allocate, "open_memory": open_memory}
 
 
 def stand_in(soft: SoftDevice) -> Any:
@@ -85,7 +85,7 @@ def stand_in(soft: SoftDevice) -> Any:
         @property
         def done(self) -> bool:
             assert self.place is not None
-            return soft.done(self.place)
+            return soft.has_passed(self.place)
 
         def synchronize(self) -> None:
             assert self.place is not None
@@ -97,7 +97,7 @@ def stand_in(soft: SoftDevice) -> Any:
         destroyed = False
 
         def __init__(self, of: SoftStream | None = None) -> None:
-            self.of = of or soft.stream()
+            self.of = of or soft.new_stream()
 
         def __del__(self) -> None:
             self.destroyed = True
@@ -207,7 +207,7 @@ def stand_in(soft: SoftDevice) -> Any:
             assert out is not None and out.shape == self.shape and out.dtype == self.dtype
             soft.fetch(self, out.reshape(-1).view(np.uint8))
             if blocking:
-                soft.wait(soft.record(soft.current()))
+                soft.wait(soft.record(soft.current_stream()))
             return out
 
         def set(self, arr: Any) -> None:
@@ -218,8 +218,8 @@ def stand_in(soft: SoftDevice) -> Any:
             soft._do(lambda: np.copyto(target, source))
 
     def get_current_stream(device: int = 0) -> Stream:
-        if not current or current[0].of is not soft.current():
-            current[:] = [Stream(soft.current())]
+        if not current or current[0].of is not soft.current_stream():
+            current[:] = [Stream(soft.current_stream())]
         return current[0]
 
     def host_memory(ptr: int, size: int) -> Any:

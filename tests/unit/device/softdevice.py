@@ -89,7 +89,7 @@ class _Memory:
     """A run of the device's memory, freed with the last reference to it."""
 
     def __init__(self, device: SoftDevice, raw: NDArray[np.uint8]) -> None:
-        self.stream = device.current()
+        self.stream = device.current_stream()
         self.raw = raw
         self._freed = device._freed
 
@@ -210,7 +210,7 @@ class SoftDevice:
         self._freed: collections.deque[tuple[NDArray[np.uint8], SoftStream]] = collections.deque()
         self._free: dict[tuple[SoftStream, int], list[NDArray[np.uint8]]] = {}
         self._here = threading.local()
-        self.default = self.stream()
+        self.default = self.new_stream()
         self.taken_bytes = 0
         """What was allocated afresh, since nothing of that size was free on that stream."""
         self.reused = 0
@@ -232,13 +232,13 @@ class SoftDevice:
 
     # -- order ------------------------------------------------------------------------------------
 
-    def stream(self) -> SoftStream:
+    def new_stream(self) -> SoftStream:
         with self._lock:
             made = SoftStream(str(len(self.streams)), self.calls_on_loops)
             self.streams.append(made)
             return made
 
-    def current(self) -> SoftStream:
+    def current_stream(self) -> SoftStream:
         return getattr(self._here, "stream", self.default)
 
     @contextlib.contextmanager
@@ -251,14 +251,14 @@ class SoftDevice:
 
     def use(self, stream: Any) -> SoftStream:
         """Makes it this thread's current stream; returns what was."""
-        before = self.current()
+        before = self.current_stream()
         self._here.stream = stream
         return before
 
     @contextlib.contextmanager
     def captures(self) -> Iterator[None]:
         """Within, code of a task captures a graph on this thread's current stream, and others may not touch that."""
-        stream = self.current()
+        stream = self.current_stream()
         with self._lock:
             stream.captured_in = threading.get_ident()
         try:
@@ -313,7 +313,7 @@ class SoftDevice:
         if event.destroyed:
             raise self._misused("an event was used whose finalizer ran")
 
-    def done(self, event: SoftEvent) -> bool:
+    def has_passed(self, event: SoftEvent) -> bool:
         with self._lock:
             self._go_on()
             self._look_in_thread()
@@ -375,12 +375,12 @@ class SoftDevice:
 
     def _new(self, shape: tuple[int, ...], dtype: Any) -> SoftArray:
         dtype = np.dtype(dtype)
-        memory = _Memory(self, self._take(int(np.prod(shape, dtype=int)) * dtype.itemsize, self.current()))
+        memory = _Memory(self, self._take(int(np.prod(shape, dtype=int)) * dtype.itemsize, self.current_stream()))
         return self.array_type(self, memory, np.ndarray(shape, dtype, memory.raw.data))
 
     def _do(self, operation: Callable[[], object]) -> None:
         """Queues it on the current stream."""
-        stream = self.current()
+        stream = self.current_stream()
         with self._lock:
             self._go_on()
             if stream.captured_in != threading.get_ident():
@@ -403,7 +403,7 @@ class SoftDevice:
     def empty(self, nbytes: int) -> SoftArray:
         return self._new((nbytes,), np.uint8)
 
-    def digests(self, array: SoftArray, block_bytes: int) -> Callable[[], bytes]:
+    def queue_digests(self, array: SoftArray, block_bytes: int) -> Callable[[], bytes]:
         data = array.elements.reshape(-1).view(np.uint8)
         found = [b"\xdd" * 16 for _ in range(0, data.nbytes, block_bytes)]
 
@@ -451,7 +451,7 @@ class SoftDevice:
         host = np.empty(array.shape, array.dtype)
         source = array.elements
         self._do(lambda: np.copyto(host, source))
-        self.wait(self.record(self.current()))
+        self.wait(self.record(self.current_stream()))
         return host
 
     # -- memory that other processes can open -----------------------------------------------------
@@ -466,10 +466,10 @@ class SoftDevice:
         run = _SharedRun(nbytes)
         return self.array_type(self, run, run.raw)
 
-    def fill(self, target: SoftArray, source: SoftArray, block_bytes: int) -> Callable[[], bytes]:
+    def fill_and_digest(self, target: SoftArray, source: SoftArray, block_bytes: int) -> Callable[[], bytes]:
         made, given = np.ndarray(source.shape, source.dtype, target.elements.data), source.elements
         self._do(lambda: np.copyto(made, given))
-        return self.digests(target, block_bytes)
+        return self.queue_digests(target, block_bytes)
 
     def share(self, memory: SoftArray) -> bytes:
         run = memory._owner

@@ -26,7 +26,7 @@ def until(there: Callable[[], object]) -> None:
 def test_calls_run_in_order() -> None:
     done: list[tuple[int, int]] = []
     for number in range(200):
-        afterwards.soon(lambda number=number: done.append((number, threading.get_ident())))
+        afterwards.call_soon(lambda number=number: done.append((number, threading.get_ident())))
     until(lambda: len(done) == 200)
     assert [number for number, _ in done] == list(range(200))
     assert threading.get_ident() not in {thread for _, thread in done}
@@ -37,9 +37,9 @@ def test_calls_from_many_threads() -> None:
 
     def twice() -> None:
         done.append(None)
-        afterwards.soon(lambda: done.append(None))
+        afterwards.call_soon(lambda: done.append(None))
 
-    threads = [threading.Thread(target=lambda: [afterwards.soon(twice) for _ in range(100)]) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: [afterwards.call_soon(twice) for _ in range(100)]) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -49,8 +49,8 @@ def test_calls_from_many_threads() -> None:
 
 def test_call_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     done = threading.Event()
-    afterwards.soon(lambda: 1 / 0)
-    afterwards.soon(done.set)
+    afterwards.call_soon(lambda: 1 / 0)
+    afterwards.call_soon(done.set)
     assert done.wait(30)
     assert "could not be released" in caplog.text and "ZeroDivisionError" in caplog.text
 
@@ -60,17 +60,17 @@ def test_postponed_call() -> None:
 
     def again() -> None:
         tries.append(len(tries))
-        afterwards.later(again) if len(tries) < 3 else done.set()
+        afterwards.call_later(again) if len(tries) < 3 else done.set()
 
-    afterwards.later(again)
+    afterwards.call_later(again)
     assert done.wait(30) and tries == [0, 1, 2]
 
 
 def test_capturing_thread_looks_at_no_event() -> None:
     soft, done = SoftDevice(), threading.Event()
-    event = soft.record(soft.stream())
+    event = soft.record(soft.new_stream())
     with soft.captures():
-        afterwards.call(soft, [event], done.set)
+        afterwards.call_after(soft, [event], done.set)
         assert done.wait(30)
     assert not soft.misuses
 
@@ -83,7 +83,7 @@ class Holds(SoftDevice):
         self.past: dict[SoftStream, threading.Event] = {}
 
     def held(self) -> SoftStream:
-        stream = self.stream()
+        stream = self.new_stream()
         self.past[stream] = threading.Event()
         stream.queue.append(lambda: None)
         stream.queued += 1
@@ -98,8 +98,8 @@ class Holds(SoftDevice):
 def test_call_waits_for_events() -> None:
     soft, done = Holds(), list[str]()
     slow, slower = soft.held(), soft.held()
-    afterwards.call(soft, [soft.record(slow), soft.record(slower)], lambda: done.append("both"))
-    afterwards.call(soft, [], lambda: done.append("at once"))
+    afterwards.call_after(soft, [soft.record(slow), soft.record(slower)], lambda: done.append("both"))
+    afterwards.call_after(soft, [], lambda: done.append("at once"))
     assert done == ["at once"]
     soft.past[slow].set()
     time.sleep(0.02)
@@ -110,23 +110,23 @@ def test_call_waits_for_events() -> None:
 
 def test_due_call_overtakes_waiting_one() -> None:
     soft, done = Holds(), list[str]()
-    slow, quick = soft.held(), soft.stream()
-    afterwards.call(soft, [soft.record(slow)], lambda: done.append("slow"))
+    slow, quick = soft.held(), soft.new_stream()
+    afterwards.call_after(soft, [soft.record(slow)], lambda: done.append("slow"))
     time.sleep(0.01)
-    afterwards.call(soft, [soft.record(quick)], lambda: done.append("quick"))
+    afterwards.call_after(soft, [soft.record(quick)], lambda: done.append("quick"))
     soft.past[slow].set()
     until(lambda: sorted(done) == ["quick", "slow"])
 
 
 def test_lost_device_keeps_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     left: list[object] = []
-    monkeypatch.setattr(afterwards, "_left", left)
+    monkeypatch.setattr(afterwards, "_lost", left)
     soft, other, done = SoftDevice(), SoftDevice(), threading.Event()
-    event = soft.record(soft.stream())
-    monkeypatch.setattr(soft, "done", lambda event: 1 / 0)
+    event = soft.record(soft.new_stream())
+    monkeypatch.setattr(soft, "has_passed", lambda event: 1 / 0)
     monkeypatch.setattr(soft, "wait", lambda event: 1 / 0)
-    afterwards.call(soft, [event], lambda: pytest.fail("nobody knows whether it is read"))
-    afterwards.call(other, [other.record(other.stream())], done.set)
+    afterwards.call_after(soft, [event], lambda: pytest.fail("nobody knows whether it is read"))
+    afterwards.call_after(other, [other.record(other.new_stream())], done.set)
     assert done.wait(30)
     until(lambda: len(left) == 1)
     assert "is neither reused nor returned to its lender: division by zero" in caplog.text
@@ -143,11 +143,11 @@ class Goes:
 def test_aside_on_and_off_a_loop(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     where: list[int] = []
-    afterwards.Aside([Goes(where)])
+    afterwards.OffLoopFinalizer([Goes(where)])
     assert where == [threading.get_ident()]
 
     async def on_a_loop() -> None:
-        aside = afterwards.Aside([Goes(where), Goes(where)])
+        aside = afterwards.OffLoopFinalizer([Goes(where), Goes(where)])
         cycle: list[object] = [aside]
         cycle.append(cycle)
         del aside, cycle

@@ -13,8 +13,8 @@ from softdevice import SoftArray, SoftDevice, SoftStream
 
 from taskgraph.device import afterwards, shared
 from taskgraph.device import buffers as buffers_module
-from taskgraph.device.afterwards import soon
-from taskgraph.device.buffers import Private
+from taskgraph.device.afterwards import call_soon
+from taskgraph.device.buffers import PrivateCopy
 from taskgraph.device.shared import Segment, SharedMemory
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.values import copy_to_host, decode, device_buffers, device_buffers_intact, encode, verify
@@ -32,7 +32,7 @@ class On:
     """What is queued within is so on this stream."""
 
     def __init__(self, device: SoftDevice, stream: SoftStream | None = None) -> None:
-        self.device, self.stream = device, stream or device.stream()
+        self.device, self.stream = device, stream or device.new_stream()
 
     def __enter__(self) -> SoftStream:
         self.before = self.device.use(self.stream)
@@ -120,7 +120,7 @@ def test_writable_copy(soft: SoftDevice) -> None:
     mine += 1
     assert np.array_equal(mine.get(), HOST + 1)
     assert device_buffers_intact(encoded)
-    assert not device_buffers(encoded)[0].viewed
+    assert not device_buffers(encoded)[0].is_viewed
 
 
 def test_untouched_finds_writes(soft: SoftDevice) -> None:
@@ -138,7 +138,7 @@ def test_untouched_finds_writes(soft: SoftDevice) -> None:
 def settle_calls() -> None:
     """What was left to a thread is done, as far as it can be."""
     done = threading.Event()
-    soon(done.set)
+    call_soon(done.set)
     assert done.wait(30)
 
 
@@ -277,7 +277,7 @@ def test_two_views_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_kept_after_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, left = SoftDevice(), set()
     monkeypatch.setattr(buffers_module, "_kept", left)
-    monkeypatch.setattr(afterwards, "_left", [])
+    monkeypatch.setattr(afterwards, "_lost", [])
     with On(soft) as owner:
         encoded = put(soft)
     with On(soft):
@@ -294,7 +294,7 @@ def test_memory_is_kept_after_device_error(monkeypatch: pytest.MonkeyPatch) -> N
         encoded = put(soft)
     with On(soft):
         decode(encoded, device=soft)
-    monkeypatch.setattr(soft, "done", lambda event: 1 / 0)
+    monkeypatch.setattr(soft, "has_passed", lambda event: 1 / 0)
     monkeypatch.setattr(soft, "wait", lambda event: 1 / 0)
     del encoded
     settle_calls()
@@ -313,7 +313,7 @@ def put_for_others(device: SoftDevice) -> tuple[EncodedOnDevice, Segment]:
 
 @pytest.fixture
 def memory() -> Iterator[SharedMemory]:
-    yield shared.offer(SoftDevice())
+    yield shared.offer_memory(SoftDevice())
     shared._offered.clear()
 
 
@@ -358,7 +358,7 @@ def test_segment_of_unawaited_value(memory: SharedMemory) -> None:
     soft = memory.device
     assert isinstance(soft, SoftDevice)
     with On(soft):
-        Private(soft, soft.xp.asarray(LARGE), 1 << 20, memory)
+        PrivateCopy(soft, soft.xp.asarray(LARGE), 1 << 20, memory)
     with On(soft):
         later = encode(soft.xp.full(LARGE.size, 7.0), stays=True, lendable=True)
         assert len(memory) == 1
@@ -414,7 +414,7 @@ def test_copy_to_host_waits_for_no_task(soft: SoftDevice) -> None:
     with On(soft) as busy:
         array = soft.xp.asarray(HOST) + 1.0
         copy_to_host(encoded)
-        assert soft.current() is busy
+        assert soft.current_stream() is busy
     assert busy.done == 0
     del array
 

@@ -41,12 +41,12 @@ def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         soft = SoftDevice()
         cupy = stand_in(soft)
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        monkeypatch.setattr(digest, "launch", launch_on(soft))
+        monkeypatch.setattr(digest, "launch_kernel", launch_on(soft))
         for name, function in virtual_on(soft, cupy).items():
             monkeypatch.setattr(virtual, name, function)
-        cuda._first.cache_clear()
+        cuda._first_device.cache_clear()
         yield array_module(1)[1], cupy  # type: ignore[misc]
-        cuda._first.cache_clear()
+        cuda._first_device.cache_clear()
     else:
         xp, device = array_module(1)
         assert device is not None
@@ -59,7 +59,7 @@ Found = tuple[Device, Any]
 def fetched(device: Device, array: Any) -> np.ndarray[Any, Any]:
     target = np.zeros(array.nbytes, np.uint8)
     device.fetch(array, target)
-    device.wait(device.record(device.current()))
+    device.wait(device.record(device.current_stream()))
     return np.ndarray(array.shape, array.dtype, target.data)
 
 
@@ -126,14 +126,14 @@ def test_registered_memory(found: Found) -> None:
     host[:] = np.arange(100_000.0).reshape(1000, 100)
     host.flags.writeable = False  # as what came from elsewhere is
     there = device.upload(host)
-    event = device.record(device.current())
+    event = device.record(device.current_stream())
     device.wait(event)
-    assert device.done(event)
+    assert device.has_passed(event)
     memory[:] = 0
     assert (there.shape, there.dtype) == (host.shape, host.dtype)
     assert device_of(there) is device and device.can_copy(there)
     device.fetch(there, memory[: there.nbytes])
-    device.wait(device.record(device.current()))
+    device.wait(device.record(device.current_stream()))
     assert np.array_equal(np.ndarray((100_000,), np.float64, memory.data), np.arange(100_000.0))
     device.unregister(memory)
 
@@ -148,10 +148,10 @@ def test_fetch_in_parts(found: Found, registered: bool) -> None:
     events = []
     for begin in range(0, 240_000, 70_000):
         device.fetch(array, memory[begin : begin + 70_000], begin)
-        events.append(device.record(device.current()))
+        events.append(device.record(device.current_stream()))
     for number, event in enumerate(events):
         device.wait(event)
-        assert device.done(event)
+        assert device.has_passed(event)
         end = min((number + 1) * 70_000, 240_000)
         assert np.array_equal(memory[:end], np.arange(30_000.0).view(np.uint8)[:end])
     if registered:
@@ -160,7 +160,7 @@ def test_fetch_in_parts(found: Found, registered: bool) -> None:
 
 def test_values_use_page_locked_memory(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     device, xp = found
-    monkeypatch.setattr(pinning, "_locked", locked := pinning._Locked(1 << 30))
+    monkeypatch.setattr(pinning, "_locked", locked := pinning._LockedMemory(1 << 30))
     pool = Pool(max_segments=4, max_idle_bytes=1 << 30)
     host = np.arange((8 << 20) / 8 + 1000)
     for number in range(5):
@@ -190,8 +190,8 @@ def test_values_use_page_locked_memory(found: Found, monkeypatch: pytest.MonkeyP
 def test_digests(found: Found) -> None:
     device, _ = found
     host = np.random.default_rng(2).integers(0, 256, 10_000, np.uint8)
-    digests = device.digests(device.to_device(host), 4096)
-    device.wait(device.record(device.current()))
+    digests = device.queue_digests(device.to_device(host), 4096)
+    device.wait(device.record(device.current_stream()))
     assert digests() == digests_of(host, 4096)
 
 
@@ -221,17 +221,17 @@ def test_view_keeps_owner(found: Found) -> None:
 
 def test_stream_is_current_per_thread(found: Found) -> None:
     device, _ = found
-    stream, other, before = device.stream(), device.stream(), device.current()
+    stream, other, before = device.new_stream(), device.new_stream(), device.current_stream()
     assert len({stream, other, before}) == 3
     with device.on(stream):
-        assert device.current() == stream
+        assert device.current_stream() == stream
         with device.on(other):
-            assert device.current() == other
-        assert device.current() == stream
+            assert device.current_stream() == other
+        assert device.current_stream() == stream
         with pytest.raises(StopIteration), device.on(other):
             raise StopIteration(1)
-        assert device.current() == stream
-    assert device.current() == before
+        assert device.current_stream() == stream
+    assert device.current_stream() == before
 
 
 def test_stream_switch_over_await(found: Found) -> None:
@@ -239,40 +239,40 @@ def test_stream_switch_over_await(found: Found) -> None:
     device, xp = found
     if not hasattr(xp, "cuda"):
         pytest.skip("it is CuPy that has some")
-    streams, switches = [device.stream(), device.stream()], [xp.cuda.Stream(), xp.cuda.Stream()]
-    before = device.current()
+    streams, switches = [device.new_stream(), device.new_stream()], [xp.cuda.Stream(), xp.cuda.Stream()]
+    before = device.current_stream()
     for stream, switch in zip(streams, switches, strict=True):
         with device.on(stream):
             switch.__enter__()
-            assert device.current() == switch
-        assert device.current() == before
+            assert device.current_stream() == switch
+        assert device.current_stream() == before
     for stream, switch in zip(streams, switches, strict=True):
         with device.on(stream):
             switch.__exit__(None, None, None)
-            assert device.current() == stream
-        assert device.current() == before
+            assert device.current_stream() == stream
+        assert device.current_stream() == before
 
 
 def test_thread_is_restored_after_switches(found: Found) -> None:
     device, xp = found
     if not hasattr(xp, "cuda"):
         pytest.skip("it is CuPy that has some")
-    outer, inner, before = device.stream(), device.stream(), device.current()
+    outer, inner, before = device.new_stream(), device.new_stream(), device.current_stream()
     with device.on(outer):
         with device.on(inner):
             for _ in range(3):
                 xp.cuda.Stream().__exit__(None, None, None)
-        assert device.current() == outer
+        assert device.current_stream() == outer
         with device.on(inner):
             for _ in range(3):
                 xp.cuda.Stream().__enter__()
-        assert device.current() == outer
-    assert device.current() == before
+        assert device.current_stream() == outer
+    assert device.current_stream() == before
 
 
 def test_stream_follows_event(found: Found) -> None:
     device, _ = found
-    one, other = device.stream(), device.stream()
+    one, other = device.new_stream(), device.new_stream()
     with device.on(one):
         array = device.to_device(np.arange(100_000.0))
         array += 1
@@ -286,14 +286,14 @@ def test_no_event_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     soft = SoftDevice()
     cupy = stand_in(soft)
     device = cuda.CudaDevice(cupy, 0)
-    stream = device.stream()
+    stream = device.new_stream()
     event = device.try_record(stream)
-    assert event is not None and device.done(event)
+    assert event is not None and device.has_passed(event)
     with device.on(stream), soft.captures():
         assert device.try_record(stream) is None
     answers = iter([False, False])
     monkeypatch.setattr(type(stream), "is_capturing", lambda stream: next(answers))
-    with device.on(stream), soft.captures(), device.on(device.stream()):
+    with device.on(stream), soft.captures(), device.on(device.new_stream()):
         assert device.try_record(stream) is None, "it begins in between, and is over soon: the event tells"
     for raised, way in (
         (RuntimeError("the stream was capturing, but an error has invalidated the capture sequence"), None),
@@ -329,7 +329,7 @@ def test_per_thread_default_streams_are_refused(
 
 def test_event_recorded_again(found: Found) -> None:
     device, _ = found
-    one, other = device.stream(), device.stream()
+    one, other = device.new_stream(), device.new_stream()
     for number in range(20):
         with device.on(one):
             array = device.to_device(np.full(100_000, 1.0 * number))
@@ -343,7 +343,7 @@ def test_event_recorded_again(found: Found) -> None:
         with device.on(other):
             assert np.array_equal(device.to_host(device.copy(array)), np.full(100_000, number + 1.0))
         device.wait(again)
-        assert device.done(again)
+        assert device.has_passed(again)
         device.recycle(again)
         del array_of_later
 
@@ -352,8 +352,8 @@ def filled(device: Device, host: np.ndarray[Any, Any], xp: Any) -> Any:
     """Memory that other processes can open, with these elements."""
     memory = device.allocate(2 << 20)
     part = device.view(memory, np.dtype(np.uint8), (host.nbytes,), None)
-    device.fill(part, xp.asarray(host), 4096)
-    device.wait(device.record(device.current()))
+    device.fill_and_digest(part, xp.asarray(host), 4096)
+    device.wait(device.record(device.current_stream()))
     return memory
 
 
@@ -370,7 +370,7 @@ def test_fill_shared_memory(found: Found) -> None:
         (xp.asarray(host).reshape(-1)[2:3], host.reshape(-1)[2:3]),
     ):
         part = device.view(memory, np.dtype(np.uint8), (wanted.nbytes,), None)
-        digests = device.fill(part, one, 65536)
+        digests = device.fill_and_digest(part, one, 65536)
         there = device.view(part, wanted.dtype, wanted.shape, None)
         assert np.array_equal(fetched(device, there), wanted)
         assert digests() == digests_of(wanted, 65536)
@@ -382,7 +382,7 @@ def test_garbage_in_any_order(found: Found) -> None:
     host = np.arange(100_000.0)
     kept = len(buffers._kept)
     for after in (False, True):
-        owner, reader = device.stream(), device.stream()
+        owner, reader = device.new_stream(), device.new_stream()
         with device.on(owner):
             encoded = encode(xp.asarray(host), stays=True)
         with device.on(reader):
@@ -397,8 +397,8 @@ def test_garbage_in_any_order(found: Found) -> None:
         while len(buffers._kept) != kept:
             assert time.monotonic() < end, "it does not go back"
             time.sleep(0.001)
-        device.wait(device.record(device.current()))
-        with device.on(device.stream()):
+        device.wait(device.record(device.current_stream()))
+        with device.on(device.new_stream()):
             assert device.to_host(read).shape == host.shape
 
 

@@ -104,11 +104,11 @@ def digests(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: p
     def digests(data: bytes, block_bytes: int = BLOCK_BYTES, in_order: int = FIRST_READY, end: bool = True) -> Any:
         nonlocal order, launches
         order, launches = in_order, 0
-        count = subject.count(len(data), block_bytes)
+        count = subject.count_blocks(len(data), block_bytes)
         size = len(data)
         with memory(size, end) as begin, memory(size, end) as copy, memory(count * subject.DIGEST_BYTES, end) as out:
             ctypes.memmove(begin, data, size)
-            subject.launch(begin, size, block_bytes, out, stream, copy if copies else 0)
+            subject.launch_kernel(begin, size, block_bytes, out, stream, copy if copies else 0)
             assert ctypes.string_at(begin, size) == data
             assert not copies or ctypes.string_at(copy, size) == data
             found = ctypes.string_at(out, count * subject.DIGEST_BYTES)
@@ -194,7 +194,7 @@ def test_empty_buffer(digests: Digests) -> None:
 )
 def test_unsupported_sizes(data: int, block_bytes: int, copy: int) -> None:
     with pytest.raises(ValueError, match="not aligned to 16, or too large"):
-        subject.launch(data, 4096, block_bytes, 0, Stream(), copy)
+        subject.launch_kernel(data, 4096, block_bytes, 0, Stream(), copy)
 
 
 @pytest.mark.slow
@@ -216,4 +216,4 @@ def test_compiles_without_spills(architecture: str, tmp_path: Path) -> None:
 
 def test_the_source_needs_no_headers() -> None:
     """NVRTC has none, unless somebody installed CUDA's and says where they are."""
-    assert not [line for line in subject.source().splitlines() if line.lstrip().startswith("#include")]
+    assert not [line for line in subject.kernel_source().splitlines() if line.lstrip().startswith("#include")]

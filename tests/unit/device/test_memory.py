@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from taskgraph.device import cuda
-from taskgraph.device.memory import LIMIT, Bounded, bound_pinned, givers
+from taskgraph.device.memory import LIMIT, BoundedAllocator, bound_pinned_memory, givers
 from taskgraph.device.visible import PRETEND
 
 GIB = 1 << 30
@@ -184,7 +184,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def processes(gpu: Gpu, count: int, fraction: float = 0.9) -> list[Cupy]:
     made = [Cupy(gpu) for _ in range(count)]
     for cupy in made:
-        Bounded(cupy, 0, fraction, count).install()
+        BoundedAllocator(cupy, 0, fraction, count).install()
     return made
 
 
@@ -352,7 +352,7 @@ def test_users_limit_counts(monkeypatch: pytest.MonkeyPatch, given: str) -> None
     monkeypatch.setenv(LIMIT, given)
     cupy = Cupy(Gpu())
     cupy.pool.limit = 50 * GIB if given == "50%" else 0  # as CuPy reads it
-    said = Bounded(cupy, 0, 0.9, 2).install()
+    said = BoundedAllocator(cupy, 0, 0.9, 2).install()
     assert cupy.pool.limit == (50 * GIB if given == "50%" else 0)
     if given == "50%":
         with pytest.raises(OutOfMemoryError):
@@ -366,7 +366,7 @@ def test_limit_set_by_code_counts() -> None:
     before, later = Cupy(Gpu()), Cupy(Gpu())
     before.pool.set_limit(20 * GIB)
     for cupy in (before, later):
-        Bounded(cupy, 0, 0.9, 2).install()
+        BoundedAllocator(cupy, 0, 0.9, 2).install()
     later.pool.set_limit(20 * GIB)
     for cupy in (before, later):
         with pytest.raises(OutOfMemoryError):
@@ -378,23 +378,23 @@ def test_other_allocator_stays() -> None:
     cupy = Cupy(Gpu())
     managed: Any = object()
     cupy.allocator = managed
-    assert "another allocator" in Bounded(cupy, 0, 0.9, 1).install()
+    assert "another allocator" in BoundedAllocator(cupy, 0, 0.9, 1).install()
     assert cupy.allocator is managed and cupy.pool.limit == 0
 
 
 def test_no_needless_cuda_context() -> None:
     cupy = Cupy(Gpu())
-    Bounded(cupy, 0, 0.9, 1).install()
+    BoundedAllocator(cupy, 0, 0.9, 1).install()
     assert cupy.made_current == 0
     cupy = Cupy(Gpu())
     cupy.on = 1  # the driver did that
-    Bounded(cupy, 0, 0.9, 1).install()
+    BoundedAllocator(cupy, 0, 0.9, 1).install()
     assert cupy.made_current == 1 and cupy.on == 1
 
 
 def test_report_of_limit() -> None:
-    assert Bounded(Cupy(Gpu()), 0, 0.9, 1).install() == "device 0: CuPy's pool may hold 90.0 GiB of 100.0 GiB"
-    said = Bounded(Cupy(Gpu()), 0, 0.9, 3).install()
+    assert BoundedAllocator(Cupy(Gpu()), 0, 0.9, 1).install() == "device 0: CuPy's pool may hold 90.0 GiB of 100.0 GiB"
+    said = BoundedAllocator(Cupy(Gpu()), 0, 0.9, 3).install()
     assert said.endswith("30.0 GiB of 100.0 GiB, and up to 90.0 GiB if other processes leave room")
 
 
@@ -403,7 +403,7 @@ def test_report_of_limit() -> None:
 
 def test_pinned_memory_limit() -> None:
     cupy = Cupy(Gpu())
-    bound_pinned(cupy, 100 << 10)
+    bound_pinned_memory(cupy, 100 << 10)
     pool: PinnedPool = cupy.pinned.__self__  # type: ignore[union-attr]
     assert cupy.pinned is not None
     for kib in (32, 16, 32, 16):

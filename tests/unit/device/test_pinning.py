@@ -42,8 +42,8 @@ def soft() -> SoftDevice:
 
 
 @pytest.fixture(autouse=True)
-def locked(monkeypatch: pytest.MonkeyPatch, soft: SoftDevice) -> Iterator[pinning._Locked]:
-    made = pinning._Locked(64 * MIB)
+def locked(monkeypatch: pytest.MonkeyPatch, soft: SoftDevice) -> Iterator[pinning._LockedMemory]:
+    made = pinning._LockedMemory(64 * MIB)
     monkeypatch.setattr(pinning, "_locked", made)
     yield made
     gc.collect()
@@ -96,7 +96,7 @@ def overwritten(pool: Pool, nbytes: int = HOST.nbytes) -> list[Block]:
 # -- to the host -----------------------------------------------------------------------------------
 
 
-def test_memory_is_locked_once(soft: SoftDevice, pool: Pool, locked: pinning._Locked) -> None:
+def test_memory_is_locked_once(soft: SoftDevice, pool: Pool, locked: pinning._LockedMemory) -> None:
     for _ in range(5):
         value = copy_to_host(put(soft), allocate=pool.allocate)
         assert np.array_equal(decode(value), HOST)
@@ -160,7 +160,7 @@ def test_limit_of_locked_memory(
     soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert 0 < memory_bytes() // pinning.PART < 1 << 50
-    monkeypatch.setattr(pinning, "_locked", little := pinning._Locked(2 * HOST.nbytes + MIB))
+    monkeypatch.setattr(pinning, "_locked", little := pinning._LockedMemory(2 * HOST.nbytes + MIB))
     values = [copy_to_host(put(soft), allocate=pool.allocate) for _ in range(4)]
     assert soft.registrations == 2 and little.nbytes <= 2 * HOST.nbytes + MIB
     assert all(np.array_equal(decode(value), HOST) for value in values)
@@ -249,7 +249,7 @@ def test_memory_waits_for_device(soft: SoftDevice, pool: Pool, waits: bool) -> N
         made.append(decode(value, device=soft))
         del value
     if waits:
-        soft.wait(soft.record(soft.current()))
+        soft.wait(soft.record(soft.current_stream()))
     taken = overwritten(pool)
     assert len(pool) == (3 if waits else 6), "and is, once it was read"
     for array in made:
@@ -271,7 +271,7 @@ def test_not_unlocked_while_device_reads(soft: SoftDevice, pool: Pool, clock: Cl
 
 def test_memory_waits_for_each_task(soft: SoftDevice, pool: Pool) -> None:
     value, made = received(pool), []
-    streams = [soft.stream() for _ in range(3)]
+    streams = [soft.new_stream() for _ in range(3)]
     for stream in streams:
         with soft.on(stream):
             made.append(decode(value, device=soft))
@@ -285,7 +285,7 @@ def test_memory_waits_for_each_task(soft: SoftDevice, pool: Pool) -> None:
 
 
 def test_lost_device_keeps_locked_memory(
-    soft: SoftDevice, pool: Pool, locked: pinning._Locked, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    soft: SoftDevice, pool: Pool, locked: pinning._LockedMemory, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     value, array = received(pool), None
     with monkeypatch.context() as patch:

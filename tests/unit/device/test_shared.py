@@ -73,8 +73,8 @@ def test_too_large_segment_is_not_reused(memory: SharedMemory) -> None:
 
 def test_writer_follows_readers(memory: SharedMemory, soft: SoftDevice) -> None:
     segment = taken(memory)
-    reader, writer = soft.stream(), soft.stream()
-    soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
+    reader, writer = soft.new_stream(), soft.new_stream()
+    soft.fill_and_digest(segment.array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
     with soft.on(reader):
         soft.follow(reader, soft.record(soft.default))
         copy = soft.copy(segment.array)
@@ -82,7 +82,7 @@ def test_writer_follows_readers(memory: SharedMemory, soft: SoftDevice) -> None:
     memory.give_back(segment, [done])
     with soft.on(writer):
         again = taken(memory)
-        soft.fill(again.array, soft.xp.full(2 * MIB // 8, 2.0), MIB)
+        soft.fill_and_digest(again.array, soft.xp.full(2 * MIB // 8, 2.0), MIB)
     assert again is segment
     soft.wait(soft.record(writer))
     assert reader.done == reader.queued, "it was read first"
@@ -113,9 +113,9 @@ def test_oldest_idle_is_freed_first(memory: SharedMemory) -> None:
 
 def test_freed_after_readers(memory: SharedMemory, soft: SoftDevice, clock: Clock) -> None:
     segment = taken(memory)
-    soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
+    soft.fill_and_digest(segment.array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
     soft.synchronize()  # only the reading is still to be done
-    reader = soft.stream()
+    reader = soft.new_stream()
     with soft.on(reader):
         copy = soft.copy(segment.array)
     memory.give_back(segment, [soft.record(reader)])
@@ -126,9 +126,21 @@ def test_freed_after_readers(memory: SharedMemory, soft: SoftDevice, clock: Cloc
     assert set(copy.elements[:8].tobytes()) == set(np.full(1, 1.0).tobytes())
 
 
+def test_spoiled_segment_at_the_limit_is_freed_after_readers(
+    memory: SharedMemory, soft: SoftDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment, other = taken(memory), taken(memory)
+    monkeypatch.setattr(shared, "_MAX_SEGMENTS", 1)
+    segment.spoiled = True
+    memory.give_back(segment, [soft.record(soft.new_stream())])
+    before = len(soft.waits)
+    assert memory.take(other.size) is None
+    assert len(memory) == 1 and soft.waits[before:] == ["SharedMemory._free"]
+
+
 def test_spoiled_segment_is_not_reused(memory: SharedMemory, soft: SoftDevice) -> None:
     segment = taken(memory)
-    reader = soft.stream()
+    reader = soft.new_stream()
     segment.spoiled = True
     memory.give_back(segment, [soft.record(reader)])
     assert taken(memory) is not segment
@@ -147,7 +159,7 @@ def test_short_memory_frees_idle(memory: SharedMemory) -> None:
 
 def test_asked_before_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_offered", {})
-    both = [shared.offer(SoftDevice()) for _ in range(2)]  # the giver is not told which of them is short
+    both = [shared.offer_memory(SoftDevice()) for _ in range(2)]  # the giver is not told which of them is short
     segments = [taken(memory) for memory in both]
     (give_back,) = [giver for giver in givers if giver.__module__ == shared.__name__]
     assert not give_back(MIB)

@@ -31,7 +31,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_BLOCKING_PIECE_BYTES", PIECE)
     monkeypatch.setattr(staging, "_QUEUED_PIECE_BYTES", PIECE)
     monkeypatch.setattr(staging, "_queued", set())
-    monkeypatch.setattr(pinning, "_locked", pinning._Locked(64 << 20))
+    monkeypatch.setattr(pinning, "_locked", pinning._LockedMemory(64 << 20))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_locked_memory_queues_all_pieces(soft: SoftDevice, pool: Pool, pinned: b
         fetch(array, target, begin)
 
     soft.fetch = count  # type: ignore[method-assign]
-    copy = found.copying(pool.allocate if pinned else None)
+    copy = found.begin_host_copy(pool.allocate if pinned else None)
     assert len(soft.registered) == pinned
     assert len(queued) == (4 if pinned else 0), "CUDA copies to other memory while it is called"
     assert copy.data != BYTES.data
@@ -107,12 +107,12 @@ def test_failed_copy(
     found = buffer(soft)
     with monkeypatch.context() as patch:
         Fails(patch, soft, name, at)
-        copy = found.copying(pool.allocate if pinned else None)
+        copy = found.begin_host_copy(pool.allocate if pinned else None)
         for _ in range(2):
             with pytest.raises(ArithmeticError, match=f"{name} fails"):
                 copy.finish()
     assert isinstance(copy.error, ArithmeticError)
-    assert np.array_equal(decode_array(found.host()), HOST), "the next call copies again"
+    assert np.array_equal(decode_array(found.copy_to_host()), HOST), "the next call copies again"
     assert found.host_copies == 2
 
 
@@ -125,7 +125,7 @@ def test_memory_is_kept_while_device_may_write(soft: SoftDevice, pool: Pool, mon
     with monkeypatch.context() as patch:
         Fails(patch, soft, "wait", 1)
         with pytest.raises(ArithmeticError):
-            found.host(pool.allocate)
+            found.copy_to_host(pool.allocate)
     del found
     gc.collect()
     others = [pool.allocate(HOST.nbytes) for _ in range(3)]
@@ -142,10 +142,10 @@ def test_memory_is_kept_while_device_may_write(soft: SoftDevice, pool: Pool, mon
 
 def test_value_dropped_during_copy(soft: SoftDevice, pool: Pool) -> None:
     """Its consumer is gone, its epoch committed: only the thread that copies has it."""
-    owner = soft.stream()
+    owner = soft.new_stream()
     with soft.on(owner):
         found = buffer(soft)
-    copy = found.copying(pool.allocate)
+    copy = found.begin_host_copy(pool.allocate)
     del found
     gc.collect()
     with soft.on(owner):
@@ -161,7 +161,7 @@ def test_value_dropped_during_copy(soft: SoftDevice, pool: Pool) -> None:
 
 def test_finished_copy_frees_device_memory(soft: SoftDevice) -> None:
     found = buffer(soft)
-    copy = found.copying()
+    copy = found.begin_host_copy()
     copy.finish()
     del found
     gc.collect()

@@ -22,9 +22,9 @@ HOST = np.arange(10_000.0)
 def soft(monkeypatch: pytest.MonkeyPatch) -> Iterator[SoftDevice]:
     soft = SoftDevice()
     monkeypatch.setitem(sys.modules, "cupy", stand_in(soft))
-    cuda._first.cache_clear()
+    cuda._first_device.cache_clear()
     yield soft
-    cuda._first.cache_clear()
+    cuda._first_device.cache_clear()
 
 
 def put() -> Encoded:
@@ -44,13 +44,13 @@ def test_arrays_go_by_the_host_if_the_trial_fails(
         with stream:
             digests[-1, -1:] = 0
 
-    monkeypatch.setattr(digest, "launch", launch)
+    monkeypatch.setattr(digest, "launch_kernel", launch)
     for _ in range(2):
         encoded = put()
         assert type(encoded) is Encoded and encoded.digest == encode(HOST).digest
     assert [record.levelname for record in caplog.records] == ["ERROR"]  # one trial
-    monkeypatch.setattr(digest, "launch", right)
-    cuda._first.cache_clear()
+    monkeypatch.setattr(digest, "launch_kernel", right)
+    cuda._first_device.cache_clear()
     assert type(put()) is EncodedOnDevice
 
 
@@ -60,8 +60,8 @@ def test_error_of_the_device_in_the_trial_is_raised(soft: SoftDevice, monkeypatc
     def launch(*_: Any) -> None:
         raise full("for now")
 
-    monkeypatch.setattr(digest, "launch", launch)
+    monkeypatch.setattr(digest, "launch_kernel", launch)
     with pytest.raises(full):
         put()
-    monkeypatch.setattr(digest, "launch", launch_on(soft))
+    monkeypatch.setattr(digest, "launch_kernel", launch_on(soft))
     assert type(put()) is EncodedOnDevice  # the next array is the next trial

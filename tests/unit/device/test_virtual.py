@@ -50,11 +50,11 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     virtual._driver.cache_clear()
 
 
-def write(run: virtual.Run, data: bytes) -> None:
+def write(run: virtual.MappedMemory, data: bytes) -> None:
     ctypes.memmove(run.address, data, len(data))
 
 
-def read(run: virtual.Run, nbytes: int) -> bytes:
+def read(run: virtual.MappedMemory, nbytes: int) -> bytes:
     return ctypes.string_at(run.address, nbytes)
 
 
@@ -63,7 +63,7 @@ import ctypes, sys
 from taskgraph.device import virtual
 
 virtual._LIBRARY = sys.argv[1]
-run = virtual.open_run(0, bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
+run = virtual.open_memory(0, bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
 print(ctypes.string_at(run.address, 5), flush=True)
 if sys.argv[4] == "writes":
     ctypes.memset(run.address, 0, 1)
@@ -114,7 +114,7 @@ def test_open_memory_is_lent_on(driver: Any, library: Path) -> None:
         handle = bytes.fromhex(process.stdout.readline())
         del run
         handles.close_withdrawn()
-        again = virtual.open_run(0, handle, 2 * MIB)
+        again = virtual.open_memory(0, handle, 2 * MIB)
         process.kill()
         process.wait()
         assert read(again, 5) == b"there", "of two processes that had it neither has it now"
@@ -125,7 +125,7 @@ def test_open_of_freed_memory(driver: Any) -> None:
     handle = run.offer()
     del run
     with pytest.raises(OSError, match="withdrawn"):
-        virtual.open_run(0, handle, 2 * MIB)
+        virtual.open_memory(0, handle, 2 * MIB)
 
 
 def test_allocate_too_much(driver: Any) -> None:
@@ -157,9 +157,9 @@ def test_failed_allocation_leaves_nothing(driver: Any) -> None:
     for _ in range(10):
         driver.fail(1)
         with pytest.raises(virtual.DriverError, match="cuMemSetAccess: CUDA error 801"):
-            virtual.open_run(0, handle, 2 * MIB)
+            virtual.open_memory(0, handle, 2 * MIB)
         with pytest.raises(virtual.DriverError, match="cuMemMap"):
-            virtual.open_run(0, handle, 4 * MIB)  # it is less
+            virtual.open_memory(0, handle, 4 * MIB)  # it is less
         gc.collect()
     assert driver.live() == before and not leaked(there)
 
@@ -185,7 +185,7 @@ def test_failed_offer_closes_descriptor(driver: Any, monkeypatch: pytest.MonkeyP
     for _ in range(10):
         monkeypatch.setattr(handles, "offer", offer)
         own = virtual.allocate(0, 2 * MIB)
-        run = virtual.open_run(0, own.offer(), 2 * MIB) if whose == "another's" else own
+        run = virtual.open_memory(0, own.offer(), 2 * MIB) if whose == "another's" else own
         monkeypatch.setattr(handles, "offer", cannot)
         with pytest.raises(OSError):
             run.offer()
@@ -196,14 +196,14 @@ def test_failed_offer_closes_descriptor(driver: Any, monkeypatch: pytest.MonkeyP
 
 
 async def test_event_loop_does_not_unmap(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, called = virtual._call, []
+    call, called = virtual._call_driver, []
 
     def noted(name: str, *arguments: Any) -> None:
         called.append((name, threading.get_ident()))
         call(name, *arguments)
 
     run = virtual.allocate(0, 2 * MIB)
-    monkeypatch.setattr(virtual, "_call", noted)
+    monkeypatch.setattr(virtual, "_call_driver", noted)
     del run
     async with asyncio.timeout(30):
         while driver.live():  # noqa: ASYNC110 - nobody announces it

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from softdevice import SoftArray, SoftDevice
 
-from taskgraph.device.api import OnDevice
+from taskgraph.device.api import DeviceArrayOnHost
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.errors import ValueNotEncodable
 from taskgraph.graph.values import decode, encode
@@ -52,7 +52,7 @@ def test_device_array_decoded_twice(soft: SoftDevice) -> None:
 
 
 def test_codec_of_device_array(soft: SoftDevice) -> None:
-    encoded = encode(OnDevice(np.arange(3)))
+    encoded = encode(DeviceArrayOnHost(np.arange(3)))
     assert encoded.digest == encode(np.arange(3)).digest
     assert type(decode(encoded, device=soft)) is SoftArray
 

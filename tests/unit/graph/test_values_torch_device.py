@@ -37,7 +37,7 @@ class Lent(SoftArray):
         return 1, 0
 
     def __dlpack__(self, **wanted: Any) -> Any:
-        self.soft.wait(self.soft.record(self.soft.current()))
+        self.soft.wait(self.soft.record(self.soft.current_stream()))
         return np.asarray(Exported(self)).__dlpack__(**wanted)
 
 
@@ -64,7 +64,7 @@ def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     found = There(SoftDevice(request.param[0], races=request.param[1]))
     monkeypatch.setattr(subject, "_on_host", lambda tensor: False)
     monkeypatch.setitem(lookup._readers, 1, found)
-    with found.soft.on(found.soft.stream()):
+    with found.soft.on(found.soft.new_stream()):
         yield found
 
 
@@ -151,11 +151,11 @@ def test_the_memory_it_came_in_goes_back_behind_the_copy(there: There) -> None:
     (buffer,) = device_buffers(encoded)
     there.read.clear()
     viewed = []
-    there.meanwhile = lambda: viewed.append(buffer.viewed)
+    there.meanwhile = lambda: viewed.append(buffer.is_viewed)
     back = decode(encoded, device=there.soft)
     assert [tensor.data_ptr() for tensor in there.read] == [back.data_ptr()]
     assert viewed == [True]
-    assert not buffer.viewed
+    assert not buffer.is_viewed
 
 
 @pytest.mark.parametrize("refusal", [BufferError("per-thread"), RuntimeError("other"), TypeError("x"), ValueError("x")])
@@ -210,7 +210,7 @@ def test_several_threads_may_put_at_once(there: There) -> None:
     found: list[Encoded] = []
 
     def put(tensor: torch.Tensor) -> None:
-        with there.soft.on(there.soft.stream()):
+        with there.soft.on(there.soft.new_stream()):
             found.append(encode(tensor, stays=True))
 
     threads = [threading.Thread(target=put, args=(tensor,)) for tensor in tensors]

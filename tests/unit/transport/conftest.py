@@ -50,5 +50,5 @@ def soft() -> SoftDevice:
 @pytest.fixture
 def memory(soft: SoftDevice) -> Iterator[SharedMemory]:
     """What is lent of its memory."""
-    yield shared.offer(soft)
+    yield shared.offer_memory(soft)
     shared._offered.clear()

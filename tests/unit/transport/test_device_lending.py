@@ -92,7 +92,7 @@ async def test_host_reads_the_same_device_value(nodes: list[Node], soft: SoftDev
     value = await on_device(soft)
     serves(producer, value)
     got = await pulled(consumer, producer)
-    assert verify(m.Encoded(got.meta, tuple(b.host() for b in device_buffers(got)), got.digest))
+    assert verify(m.Encoded(got.meta, tuple(b.copy_to_host() for b in device_buffers(got)), got.digest))
     assert np.array_equal(decode(got)["x"], HOST)
 
 
@@ -172,7 +172,7 @@ async def test_lender_keeps_device_memory_while_read(
         return place in [device_buffers(one)[0].segment for one in later]
 
     assert not await is_given_to_others()
-    reader, past, wait = soft.stream(), threading.Event(), soft.wait
+    reader, past, wait = soft.new_stream(), threading.Event(), soft.wait
     with soft.on(reader):
         read = decode(got, device=soft)["x"] + 1.0  # it is queued: the device has not come there yet
 
