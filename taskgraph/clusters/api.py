@@ -90,7 +90,7 @@ class Launcher(Protocol):
         """Adds the other options of `submit`."""
 
     def place(self, options: argparse.Namespace) -> dict[str, str]:
-        """Returns `where` of the options that `add_place_options` added."""
+        """Returns what the options of `add_place_options` say, in place of a `where` that was lost."""
 
     def text(self, request: Request) -> str:
         """Returns what `start` would apply, for `--dry-run`, without any secret. It changes nothing."""
@@ -102,10 +102,10 @@ class Launcher(Protocol):
         """Changes how many nodes the job has; returns what was done, as a sentence."""
 
     def logs(self, job: str, where: Mapping[str, str], node: str | None, *, follow: bool) -> AsyncIterator[str]:
-        """Yields the lines that nodes print, or one of them, and with `follow` also those to come."""
+        """Yields the lines that all nodes have printed, or one of them (`node`); with `follow` also lines to come."""
 
     async def stop(self, job: str, where: Mapping[str, str]) -> None:
-        """Removes what `start` made, after the job was ended. Nothing is left; it is no error if nothing was there."""
+        """Removes all that `start` made, after the job has ended. It is no error if nothing is there."""
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
         """Returns lines for `status`: which nodes do not run yet, and what the scheduler says about them."""
@@ -123,7 +123,7 @@ class Inside(Protocol):
         """
 
     async def ended(self, job: str) -> None:
-        """Ends the job's nodes, after the job has ended and its values are kept."""
+        """Ends the job's nodes. Called after the job has ended and its values are kept."""
 
 
 @runtime_checkable
@@ -134,7 +134,7 @@ class Enclosed(Protocol):
         """Returns True if the cluster says that the job has ended."""
 
     def ways(self, job: str, where: Mapping[str, str], command: str) -> str:
-        """Returns how to run a command (status, say) where etcd can be reached, as a sentence."""
+        """Returns a sentence for the user: how to run a command (status, say) where the job's etcd can be reached."""
 
 
 def launcher_names() -> list[str]:

@@ -17,7 +17,7 @@ _LONGEST = 63
 
 
 def certificate_name(job: str) -> str:
-    """Returns the name for the certificates of a job's nodes (`--tls-name`): the job's, as a host may have it."""
+    """Returns the name in the certificates of a job's nodes (`--tls-name`): the job's, spelled as a host's."""
     letters = (c if c.isascii() and c.isalnum() else "-" for c in job.lower())
     return "".join(letters)[:_LONGEST].strip("-") or "taskgraph"
 

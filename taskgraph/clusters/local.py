@@ -44,27 +44,27 @@ class LocalLauncher:
     """Starts `taskgraph run` in the background. Without `--etcd` the job's etcd is its own."""
 
     def add_place_options(self, group: argparse._ArgumentGroup) -> None:
-        """There is one place: this host."""
+        """Adds none: there is one place, this host."""
 
     def add_options(self, group: argparse._ArgumentGroup) -> None:
-        """There are no others."""
+        """Adds none."""
 
     def place(self, options: argparse.Namespace) -> dict[str, str]:
         return {}
 
     def text(self, request: Request) -> str:
-        return f"{shlex.join(['taskgraph', *_words(request)])}\n"
+        return f"{shlex.join(['taskgraph', *_run_words(request)])}\n"
 
     async def start(self, request: Request) -> dict[str, str]:
-        job, words, runtime = request.job, _words(request), Runtime()
+        job, words, runtime = request.job, _run_words(request), Runtime()
         if (running := runtime.find(job)) is not None:
             raise JobError(
                 f"job {job!r} runs on this host already (process {running.pid}): `taskgraph shutdown {job}` ends it, "
                 f"or give this one another --name"
             )
-        log = _log(job)
+        log = _command_log(job)
         log.unlink(missing_ok=True)
-        process = _in_background(words, log)
+        process = _start_in_background(words, log)
 
         async def has_begun() -> bool:
             entry = runtime.find(job)
@@ -78,21 +78,21 @@ class LocalLauncher:
         return {"log": str(log)}
 
     async def scale(self, job: str, where: Mapping[str, str], nodes: int) -> str:
-        entry = _entry(job)
-        view = await _view(entry)
-        staying = _staying(entry, view)
+        entry = _find_entry(job)
+        view = await _load_view(entry)
+        staying = _staying_nodes(entry, view)
         if leaving := staying[nodes:]:
-            return await _drain(entry, view, leaving)
+            return await _drain_nodes(entry, view, leaving)
         if not (more := nodes - len(staying)):
             return f"it has {nodes} already"
 
         async def have_come() -> bool:
             if runtime.find(job) is None:  # the job has ended meanwhile
                 return True
-            return len(_staying(entry, await _view(entry))) >= nodes
+            return len(_staying_nodes(entry, await _load_view(entry))) >= nodes
 
-        log, runtime = _log(job), Runtime()
-        process = _in_background(["launch", job, "--nodes", str(more), "--replace"], log)
+        log, runtime = _command_log(job), Runtime()
+        process = _start_in_background(["launch", job, "--nodes", str(more), "--replace"], log)
         await _wait_for(process, log, f"{counted(more, 'more node')} of job {job!r}", have_come)
         return f"{more} more started"
 
@@ -107,7 +107,7 @@ class LocalLauncher:
             yield line
 
     async def stop(self, job: str, where: Mapping[str, str]) -> None:
-        """The commands in the background end with the job."""
+        """Waits until the command in the background has ended, as it does with the job."""
         runtime = Runtime()
         try:
             async with asyncio.timeout(_STARTS_S):
@@ -115,14 +115,15 @@ class LocalLauncher:
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
             raise TaskGraphError(
-                f"job {job!r} has ended, but its command still runs after {_STARTS_S:g} s; it prints to {_log(job)}"
+                f"job {job!r} has ended, but its command still runs after {_STARTS_S:g} s; it prints to "
+                f"{_command_log(job)}"
             ) from None
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
         return []
 
 
-def _words(request: Request) -> list[str]:
+def _run_words(request: Request) -> list[str]:
     if request.extra_nodes:
         raise JobError("--extra-nodes: nodes of this host have no priorities: give all of them with --nodes")
     if request.insecure:
@@ -139,26 +140,26 @@ def _words(request: Request) -> list[str]:
     ]
 
 
-def _entry(job: str) -> JobEntry:
+def _find_entry(job: str) -> JobEntry:
     if (entry := Runtime().find(job)) is None:
         raise JobError(f"job {job!r} has no nodes on this host any longer: `taskgraph status {job}` says how it ended")
     return entry
 
 
-async def _view(entry: JobEntry) -> JobView:
+async def _load_view(entry: JobEntry) -> JobView:
     async with opened(entry.etcd, entry.tls) as coordinator:
         keeper = ViewKeeper(coordinator, entry.name, refresh_s=_LOOK_S)
         await keeper.load()
         return keeper.view
 
 
-def _staying(entry: JobEntry, view: JobView) -> list[str]:
+def _staying_nodes(entry: JobEntry, view: JobView) -> list[str]:
     """Returns the ids of the job's nodes that do not leave, the oldest first."""
     live = view.live_nodes(entry.run)
     return sorted((n for n in live if not live[n].draining), key=lambda n: view.nodes[n].create_revision)
 
 
-async def _drain(entry: JobEntry, view: JobView, nodes: Sequence[str]) -> str:
+async def _drain_nodes(entry: JobEntry, view: JobView, nodes: Sequence[str]) -> str:
     """Asks nodes to leave; returns a sentence."""
     from taskgraph.launch.follow import client_of  # loads gRPC
 
@@ -169,20 +170,20 @@ async def _drain(entry: JobEntry, view: JobView, nodes: Sequence[str]) -> str:
     return f"{names} hands over and leaves" if len(nodes) == 1 else f"{names} hand over and leave"
 
 
-def _log(job: str) -> Path:
-    """Returns the file for what the commands in the background print."""
+def _command_log(job: str) -> Path:
+    """Returns the file to which commands in the background print."""
     return Runtime().placed() / f"{job}.log"
 
 
 def _log_files(job: str, node: str | None = None) -> Sequence[Path]:
-    """Returns the logs of the job's nodes, or of one, wherever they are now: they are moved when the job ends."""
+    """Returns the logs of the job's nodes, or of one, where they are now: they are moved when the job ends."""
     runtime = Runtime()
     ended = runtime.find(job) is None and runtime.killed(job) is None
     folder = runtime.kept_logs(job) if ended else runtime.left_logs(job)
     return sorted(folder.glob(f"{glob.escape(node)}.log" if node else "n*.log")) if folder is not None else []
 
 
-def _in_background(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def _start_in_background(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
             command("taskgraph", *words),
@@ -197,7 +198,10 @@ def _in_background(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 async def _wait_for(
     process: subprocess.Popen[bytes], log: Path, what: str, done: Callable[[], Awaitable[bool]]
 ) -> None:
-    """Waits until a command in the background has done something, or has ended well: a short job is over at once.
+    """Waits until `done`, or until the command in the background has ended well: a short job is over at once.
+
+    Args:
+        what: what the command starts, for messages.
 
     Raises:
         JobError: it failed, with its last lines.

@@ -19,22 +19,22 @@ from taskgraph.protocol.keys import is_name
 from taskgraph.system.files import remove_file, whole_file
 
 __all__ = [
-    "Placed",
+    "PlacedJob",
     "etcd_has_ended",
+    "find_kept_by",
     "find_placed",
     "forget_placed",
+    "how_to_run",
     "is_enclosed",
     "keep_placed",
-    "kept_by",
-    "placed_as",
+    "make_placed_job",
     "placed_names",
-    "ways",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """A job that was submitted with `--on`.
+class PlacedJob:
+    """The record of a job that was submitted with `--on`.
 
     Attributes:
         on: the launcher's name.
@@ -52,13 +52,13 @@ class Placed:
     node_tls: dict[str, str] = field(default_factory=dict)
 
 
-def placed_as(request: Request, on: str, where: Mapping[str, str]) -> Placed:
-    """Returns what is to be remembered of a job: what its launcher decided goes before what the user asked for."""
+def make_placed_job(request: Request, on: str, where: Mapping[str, str]) -> PlacedJob:
+    """Makes the record of a job from what its launcher's `start` returned, or else from what the user asked for."""
 
     def decided(prefix: str, names: Sequence[str], otherwise: dict[str, str]) -> dict[str, str]:
         return {name: where[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in where} or otherwise
 
-    return Placed(
+    return PlacedJob(
         job=request.job,
         on=on,
         where=dict(where),
@@ -70,45 +70,45 @@ def placed_as(request: Request, on: str, where: Mapping[str, str]) -> Placed:
 
 
 def is_enclosed(job: str) -> bool:
-    """Returns True if a launcher within a cluster submits the job, which this host has handed over."""
+    """Returns True if this host submitted the job by a launcher whose etcd it may not reach (`Enclosed`)."""
     placed = find_placed(job)
     return placed is not None and isinstance(find_launcher(placed.on), Enclosed)
 
 
-def ways(job: str, command: str) -> str:
-    """Returns how to run a command on a job whose etcd cannot be reached from here; "": its launcher knows no way."""
+def how_to_run(job: str, command: str) -> str:
+    """Returns a sentence: how to run a command on a job whose etcd is out of reach; "": its launcher knows no way."""
     placed = find_placed(job)
     launcher = find_launcher(placed.on) if placed is not None else None
     return launcher.ways(job, placed.where, command) if placed is not None and isinstance(launcher, Enclosed) else ""
 
 
-def kept_by(placed: Placed) -> KeptJob | None:
-    """Returns what a launcher kept of a job that has ended, on a file system that this host sees."""
+def find_kept_by(placed: PlacedJob) -> KeptJob | None:
+    """Returns what a launcher kept of a job that has ended, where this host sees it; None: nothing, or it goes on."""
     kept = placed.where.get("kept")
     return Runtime(Path(kept)).finished(placed.job) if kept else None
 
 
-def etcd_has_ended(placed: Placed) -> bool:
+def etcd_has_ended(placed: PlacedJob) -> bool:
     """Returns True if the etcd that a job brought ended with it, or its folder was removed."""
     kept = placed.where.get("kept")
     if kept is None or not placed.etcd.startswith("file:"):
         return False
-    return kept_by(placed) is not None or not Path(kept).parent.exists()
+    return find_kept_by(placed) is not None or not Path(kept).parent.exists()
 
 
 def _folder() -> Path:
     return Runtime().root / "placed"
 
 
-def keep_placed(placed: Placed) -> None:
-    """Remembers a job; an earlier one of that name is forgotten."""
+def keep_placed(placed: PlacedJob) -> None:
+    """Writes a job's record, in place of one of an earlier job of that name."""
     path = Runtime().placed() / f"{placed.job}.json"
     with whole_file(path) as file:
         file.write(json.dumps(asdict(placed)).encode())
 
 
-def find_placed(job: str | None) -> Placed | None:
-    """Returns what is known of a job; None: it was not submitted with `--on` here.
+def find_placed(job: str | None) -> PlacedJob | None:
+    """Returns a job's record; None: it was not submitted with `--on` here.
 
     Raises:
         TaskGraphError: its file cannot be read.
@@ -117,7 +117,7 @@ def find_placed(job: str | None) -> Placed | None:
         return None
     path = _folder() / f"{job}.json"
     try:
-        return Placed(**json.loads(path.read_bytes()))
+        return PlacedJob(**json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -125,11 +125,11 @@ def find_placed(job: str | None) -> Placed | None:
 
 
 def placed_names() -> list[str]:
-    """Returns the jobs that this host submitted with `--on`, also ended ones until they are forgotten."""
+    """Returns the names of jobs that this host submitted with `--on`, also of ended ones until `forget_placed`."""
     return sorted(path.stem for path in _folder().glob("*.json"))
 
 
 def forget_placed(job: str) -> None:
-    """Forgets a job, and what the commands printed that started its nodes."""
+    """Removes a job's record, and the log of commands that started its nodes."""
     for kind in ("json", "log"):
         remove_file(_folder() / f"{job}.{kind}")

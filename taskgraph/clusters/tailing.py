@@ -13,12 +13,12 @@ _CHUNK = 1 << 20
 
 
 async def follow_files(files: Callable[[], Sequence[Path]], *, ended: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yields the lines of files, without their ends; with several files each line begins with its file's name.
+    """Yields the lines of files, without line ends. If there are several files, each line begins with its file's name.
 
-    A file that is moved to another folder is the same file.
+    Ends when `ended`. A file that is moved to another folder counts as the same file.
 
     Args:
-        files: returns the files that are there now; it is asked again, since nodes come and go.
+        files: returns the files that are there now; called again and again, since nodes come and go.
         ended: returns True once nothing more will be written.
     """
     read: dict[str, tuple[int, bytes]] = {}  # by the file's name: how much of it, and the line that has no end yet

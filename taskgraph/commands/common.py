@@ -270,11 +270,11 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
 
 def _placed_entries(runtime: Runtime) -> list[JobEntry]:
     """Returns an entry of each job that was submitted here with `--on`, unless this host knows that it has ended."""
-    from taskgraph.clusters.placed import find_placed, kept_by, placed_names
+    from taskgraph.clusters.placed import find_kept_by, find_placed, placed_names
 
     def has_ended(name: str) -> bool:
         placed = find_placed(name)
-        return runtime.finished(name) is not None or (placed is not None and kept_by(placed) is not None)
+        return runtime.finished(name) is not None or (placed is not None and find_kept_by(placed) is not None)
 
     found = [_placed_entry(name) for name in placed_names() if not has_ended(name)]
     return [entry for entry in found if entry is not None]
@@ -515,12 +515,12 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
             yield FoundJob(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
     except CoordinationError as error:
         if not ended_with_launcher(entry):
-            from taskgraph.clusters.placed import find_placed, kept_by, ways
+            from taskgraph.clusters.placed import find_kept_by, find_placed, how_to_run
 
             placed = find_placed(entry.name) if etcd_of(options) is None else None
-            if placed is not None and (kept := kept_by(placed)) is not None:  # its etcd ended with it
+            if placed is not None and (kept := find_kept_by(placed)) is not None:  # its etcd ended with it
                 raise UnknownJob(_has_ended_text(entry.name, kept)) from error
-            if etcd_of(options) is None and (text := ways(entry.name, options.command)):
+            if etcd_of(options) is None and (text := how_to_run(entry.name, options.command)):
                 error.add_note(text)
             raise
         again = Runtime().find(entry.name) is not None

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 from msgspec import structs
 
-from taskgraph.clusters.placed import find_placed, kept_by
+from taskgraph.clusters.placed import find_kept_by, find_placed
 from taskgraph.commands.common import FoundJob, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.commands.placing import waiting
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -56,7 +56,7 @@ def _finished(options: argparse.Namespace) -> KeptJob | None:
         return None
     placed = find_placed(options.job)
     if placed is not None and "kept" in placed.where:
-        return kept_by(placed)
+        return find_kept_by(placed)
     return runtime.finished(options.job)
 
 

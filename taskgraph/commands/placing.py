@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import uvloop
 
 from taskgraph.clusters.api import Enclosed, Launcher, Request, find_launcher
-from taskgraph.clusters.placed import find_placed, forget_placed, keep_placed, kept_by, placed_as, placed_names
+from taskgraph.clusters.placed import (
+    find_kept_by,
+    find_placed,
+    forget_placed,
+    keep_placed,
+    make_placed_job,
+    placed_names,
+)
 from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_for
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
@@ -52,7 +59,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
             token.discard()
         raise
     Runtime().forget_ended(request.job, before)
-    keep_placed(placed_as(request, options.on, where))
+    keep_placed(make_placed_job(request, options.on, where))
     name = request.job
     print(f"submitted job {name} on {options.on}: `taskgraph status {name}`, `taskgraph logs {name}`")
     return 0
@@ -159,7 +166,7 @@ async def stop(options: argparse.Namespace) -> str:
     place = place_of(options)
     await place.launcher.stop(place.job, place.where)
     placed = find_placed(place.job)
-    if placed is None or kept_by(placed) is None:  # else `result` goes on to find the values
+    if placed is None or find_kept_by(placed) is None:  # else `result` goes on to find the values
         forget_placed(place.job)
     return f"its nodes on {place.on} are gone, and what was made for them"
 

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import uvloop
 
-from taskgraph.clusters.slurm.commands import machine_is_down, queue, slurm
+from taskgraph.clusters.slurm.commands import machine_is_down, queued_elements, run_slurm
 from taskgraph.clusters.slurm.folder import Folder
 from taskgraph.clusters.slurm.launcher import arrays_in
-from taskgraph.clusters.slurm.options import tls_of
-from taskgraph.clusters.slurm.state import Seen, departures, machine_of, why_ended, why_left
+from taskgraph.clusters.slurm.options import made_tls_files
+from taskgraph.clusters.slurm.state import QueuedElement, departures, machine_of, why_ended, why_left
 from taskgraph.commands.arguments import parser
 from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_of
 from taskgraph.coordination.embedded import EmbeddedEtcd
@@ -126,7 +126,7 @@ class _Companion:
             return
         folder, options = self._folder, self._options
         tls = {name: value for name, value in access_of(options).items() if name in ("ca", "cert", "key")}
-        made = tls_of(folder, options.name)  # for this job; else the user's
+        made = made_tls_files(folder, options.name)  # for this job; else the user's
         name = made["name"] if tls.get("ca") == made["ca"] else node_tls_of(options).get("name", "")
         public = Public(host=host, data=folder.etcd, tls=tls, name=name)
         log_path = folder.logs / "etcd.log"
@@ -183,7 +183,7 @@ class _Companion:
         array, _, own = self._element.partition("_")
         # Another one of us may have ended with its machine: then this element changed its place unseen.
         again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        before = [Seen(int(array), int(own), "RUNNING", "None", "")] if again else []
+        before = [QueuedElement(int(array), int(own), "RUNNING", "None", "")] if again else []
         reported: dict[int, float] = {}  # by number: when an element was reported that is not yet seen to be gone
 
         async def report(number: int, machine: str, kind: str, why: str) -> None:
@@ -193,13 +193,13 @@ class _Companion:
         complaint = ""
         while True:
             try:
-                now = await queue(arrays_in(self._folder))
+                now = await queued_elements(arrays_in(self._folder))
                 for number, note in _take_notes(self._folder):
                     reported[number] = time.monotonic()
                     await report(number, machine_of(note), *why_left(note, drain_s))
                 for gone in departures(before, now):
                     if time.monotonic() > reported.pop(gone.number, -math.inf) + _NOTED_S:
-                        said = await slurm("scontrol", "--oneliner", "show", "job", gone.name, no_job="")
+                        said = await run_slurm("scontrol", "--oneliner", "show", "job", gone.name, no_job="")
                         is_down = await machine_is_down(gone.machine)
                         await report(gone.number, gone.machine, *why_ended(said, machine_is_down=is_down))
                 before = now
@@ -214,23 +214,23 @@ class _Companion:
         arrays = arrays_in(self._folder)
         try:
             for array in arrays:
-                await slurm("scancel", "--state=PENDING", str(array), no_job="")
+                await run_slurm("scancel", "--state=PENDING", str(array), no_job="")
             if await self._are_gone(arrays, stopped):
                 return
-            for each in await queue(arrays):
-                await slurm("scancel", "--signal=TERM", each.name, no_job="")
+            for each in await queued_elements(arrays):
+                await run_slurm("scancel", "--signal=TERM", each.name, no_job="")
             if await self._are_gone(arrays, stopped):
                 return
-            for each in await queue(arrays):
+            for each in await queued_elements(arrays):
                 if each.name != self._element:  # which ends with us
-                    await slurm("scancel", each.name, no_job="")
+                    await run_slurm("scancel", each.name, no_job="")
         except (JobError, TransportError) as error:
             log.warning("elements of the array may be left: %s", error)
 
     async def _are_gone(self, arrays: Sequence[int], stopped: asyncio.Event) -> bool:
         """Waits for a while until no other element is left. True: none is, or this one is to stop."""
         for _ in range(round(_LEAVE_S / _LOOK_S)):
-            if stopped.is_set() or not [each for each in await queue(arrays) if each.name != self._element]:
+            if stopped.is_set() or not [each for each in await queued_elements(arrays) if each.name != self._element]:
                 return True
             await asyncio.sleep(_LOOK_S)
         return False

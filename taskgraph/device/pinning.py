@@ -92,7 +92,7 @@ class Pin:
         return made
 
     def is_idle(self) -> bool:
-        """True if the device has done all copies of `upload`: the memory is free for another value. False after errors."""
+        """True if the device has done all copies of `upload`: the memory may take a new value. False after errors."""
         with self._lock:
             return self._drop_done_reads()
 

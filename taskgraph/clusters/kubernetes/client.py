@@ -59,12 +59,12 @@ class NotFound(JobError):
 
 
 class WatchExpired(TransportError):
-    """The server no longer has the changes since that version: list again."""
+    """The server no longer has the changes since the version at which a watch began: list the pods again."""
 
 
 @asynccontextmanager
 async def opened_cluster(where: Mapping[str, str]) -> AsyncIterator[Cluster]:
-    """Connects to a cluster: as a pod does, if we are one; else by the kubeconfig, as kubectl does.
+    """Connects to a cluster: as a pod does, if this process runs in one; else by the kubeconfig, as kubectl does.
 
     Args:
         where: "kubeconfig", "context" and "namespace"; those that are missing are as for kubectl.
@@ -73,11 +73,11 @@ async def opened_cluster(where: Mapping[str, str]) -> AsyncIterator[Cluster]:
         JobError: the kubeconfig cannot be read, or has no such context.
     """
     try:
-        config = _config(where).get(where.get("context"))
+        config = _load_config(where).get(where.get("context"))
         client = AsyncClient(config, namespace=where.get("namespace"), field_manager=_MANAGER)
     except (ConfigError, KeyError, ValueError, OSError, AssertionError, yaml.YAMLError) as error:
         raise JobError(
-            f"kubeconfig: {_words(error)}: name one with --kubeconfig or KUBECONFIG, and --context"
+            f"kubeconfig: {_error_text(error)}: name one with --kubeconfig or KUBECONFIG, and --context"
         ) from error
     try:
         yield Cluster(client)
@@ -85,7 +85,7 @@ async def opened_cluster(where: Mapping[str, str]) -> AsyncIterator[Cluster]:
         await client.close()
 
 
-def _config(where: Mapping[str, str]) -> KubeConfig:
+def _load_config(where: Mapping[str, str]) -> KubeConfig:
     if path := where.get("kubeconfig"):
         return KubeConfig.from_file(path)
     files = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path]
@@ -110,11 +110,8 @@ class Cluster:
         return str(self._client.namespace)
 
     async def apply(self, made: Mapping[str, Any]) -> str:
-        """Makes an object, or changes it, by server-side apply. Fields that others have set since become ours.
-
-        Returns its uid.
-        """
-        kind = _resource(made["apiVersion"], made["kind"])
+        """Makes an object, or changes it, by server-side apply, also fields that others have set. Returns its uid."""
+        kind = _resource_class(made["apiVersion"], made["kind"])
 
         async def call() -> str:
             applied = await self._client.patch(
@@ -122,38 +119,38 @@ class Cluster:
             )
             return str(applied["metadata"]["uid"])
 
-        return await _tried(f"{made['kind']} {made['metadata']['name']}", call)
+        return await _retry(f"{made['kind']} {made['metadata']['name']}", call)
 
     async def get(self, kind: str, name: str) -> dict[str, Any] | None:
         """Returns an object; None: there is none."""
         with contextlib.suppress(NotFound):
-            return dict(await _tried(f"{kind} {name}", lambda: self._client.get(_of(kind), name)))
+            return dict(await _retry(f"{kind} {name}", lambda: self._client.get(_class_of_kind(kind), name)))
         return None
 
     async def delete(self, kind: str, name: str) -> None:
-        """Deletes an object, and then what it owns. It is no error if it is gone."""
+        """Deletes an object and what it owns, without waiting. It is no error if it is gone."""
 
         async def call() -> None:
-            await self._client.delete(_of(kind), name, cascade=CascadeType.BACKGROUND)
+            await self._client.delete(_class_of_kind(kind), name, cascade=CascadeType.BACKGROUND)
 
         with contextlib.suppress(NotFound):
-            await _tried(f"{kind} {name}", call)
+            await _retry(f"{kind} {name}", call)
 
     async def replicas(self, deployment: str) -> int | None:
         """Returns how many pods a Deployment is to have; None: there is no such Deployment."""
         with contextlib.suppress(NotFound):
             name = f"the scale of Deployment {deployment}"
-            scale = await _tried(name, lambda: self._client.get(_of("Deployment").Scale, deployment))
+            scale = await _retry(name, lambda: self._client.get(_class_of_kind("Deployment").Scale, deployment))
             return (scale.spec.replicas if scale.spec is not None else None) or 0
         return None
 
     async def scale(self, deployment: str, replicas: int) -> None:
         """Changes how many pods a Deployment has."""
         change = {"spec": {"replicas": replicas}}
-        await _tried(
+        await _retry(
             f"the scale of Deployment {deployment}",
             lambda: self._client.patch(
-                _of("Deployment").Scale,
+                _class_of_kind("Deployment").Scale,
                 deployment,
                 change,
                 patch_type=PatchType.MERGE,
@@ -164,21 +161,21 @@ class Cluster:
         """Returns the pods with these labels, and the version of that list."""
 
         async def call() -> tuple[list[dict[str, Any]], str]:
-            listed = self._client.list(_of("Pod"), labels=dict(labels))
+            listed = self._client.list(_class_of_kind("Pod"), labels=dict(labels))
             found = [dict(each) async for each in listed]
             return found, listed.resourceVersion
 
-        return await _tried("pods", call)
+        return await _retry("pods", call)
 
     async def watch(self, labels: Mapping[str, str], version: str) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
-        """Yields changes of pods since that version: ADDED, MODIFIED or DELETED, and the pod.
+        """Yields changes of pods since the version that `pods` returned: ADDED, MODIFIED or DELETED, and the pod.
 
         Raises:
             WatchExpired: list the pods again.
             TransportError: the connection broke: list again after a pause.
         """
         changes: AsyncGenerator[tuple[str, Any], None] = self._client.watch(  # type: ignore[assignment]
-            _of("Pod"), labels=dict(labels), server_timeout=_WATCH_S, resource_version=version
+            _class_of_kind("Pod"), labels=dict(labels), server_timeout=_WATCH_S, resource_version=version
         )
         try:
             while True:
@@ -192,38 +189,38 @@ class Cluster:
             await changes.aclose()
 
     async def log(self, pod: str, container: str, *, follow: bool) -> AsyncIterator[str]:
-        """Yields the lines that a container prints, with `follow` until it ends. A pod that is gone has none."""
+        """Yields the lines that a container has printed, with `follow` until it ends; none if the pod is gone."""
         try:
             async for line in self._client.log(pod, container=container, follow=follow, newlines=False):
                 yield line
         except ApiError as error:
             if error.status.code != 404:
-                raise _refused(f"the log of pod {pod}", error) from error
+                raise _refusal(f"the log of pod {pod}", error) from error
         except (http.HTTPError, RuntimeError) as error:  # lightkube reads a refusal of a stream wrongly: RuntimeError
-            raise TransportError(f"the log of pod {pod} cannot be read: {_words(error)}") from error
+            raise TransportError(f"the log of pod {pod} cannot be read: {_error_text(error)}") from error
 
 
 @functools.cache  # lightkube registers each class once
-def _resource(version: str, kind: str) -> Any:
+def _resource_class(version: str, kind: str) -> Any:
     if (plural := _RESOURCES.get((version, kind))) is None:
         raise JobError(f"{kind} of {version}: objects of this kind cannot be applied: print them with --dry-run")
     group, _, version = version.rpartition("/")
     return create_namespaced_resource(group, version, kind, plural)
 
 
-def _of(kind: str) -> Any:
-    return _resource(_VERSIONS[kind], kind)
+def _class_of_kind(kind: str) -> Any:
+    return _resource_class(_VERSIONS[kind], kind)
 
 
-async def _tried(what: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Calls until the server answers; raises the errors that `Cluster` names."""
+async def _retry(what: str, call: Callable[[], Awaitable[T]]) -> T:
+    """Calls, and again if the server is busy or cannot be reached. Raises the errors that `Cluster` names."""
     for pause_s in (*_PAUSES_S, None):
         try:
             return await call()
         except ApiError as error:
             if error.status.code not in _BUSY or pause_s is None:
-                raise _refused(what, error) from error
-            pause_s = max(pause_s, min(_asked_s(error), _PAUSES_S[-1]))
+                raise _refusal(what, error) from error
+            pause_s = max(pause_s, min(_retry_after_s(error), _PAUSES_S[-1]))
         except http.HTTPStatusError as error:  # not in the API's words: from a proxy in front of it
             if error.response.status_code not in _BUSY or pause_s is None:
                 raise JobError(f"{what}: the cluster's address answers {error}: is it the API server?") from error
@@ -235,21 +232,21 @@ async def _tried(what: str, call: Callable[[], Awaitable[T]]) -> T:
         except http.HTTPError as error:
             if pause_s is None:
                 raise TransportError(
-                    f"Kubernetes cannot be reached ({_words(error)}): see `kubectl version`"
+                    f"Kubernetes cannot be reached ({_error_text(error)}): see `kubectl version`"
                 ) from error
         assert pause_s is not None
         await asyncio.sleep(pause_s)
     raise AssertionError("the last try returns or raises")
 
 
-def _asked_s(error: ApiError) -> float:
-    """Returns how long a busy server asks us to wait, in seconds."""
+def _retry_after_s(error: ApiError) -> float:
+    """Returns how long a busy server asks us to wait, in seconds; 0: it does not say."""
     with contextlib.suppress(AttributeError, ValueError, RuntimeError):
         return float(error.response.headers.get("Retry-After", 0))
     return 0.0
 
 
-def _refused(what: str, error: ApiError) -> JobError:
+def _refusal(what: str, error: ApiError) -> JobError:
     code, message = error.status.code, error.status.message or str(error)
     if code == 404:
         return NotFound(f"{what}: {message}")
@@ -271,9 +268,9 @@ def _watch_error(error: Exception) -> TransportError | JobError:
         if error.status.code in (410, 504) or error.status.reason in ("Expired", "Gone"):
             return WatchExpired(str(error))
         if error.status.code not in _BUSY:
-            return _refused("pods", error)
-    return TransportError(f"the watch of pods broke: {_words(error)}")
+            return _refusal("pods", error)
+    return TransportError(f"the watch of pods broke: {_error_text(error)}")
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__

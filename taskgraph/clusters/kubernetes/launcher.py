@@ -22,9 +22,9 @@ from taskgraph.clusters.credentials import job_certificates
 from taskgraph.clusters.kubernetes.manifests import CORE_NODES, manifest_text, manifests, secret
 from taskgraph.clusters.kubernetes.options import add_pod_options, object_name
 from taskgraph.clusters.kubernetes.pod_history import PodHistory
-from taskgraph.clusters.kubernetes.pod_labels import labels, of_job, of_nodes
+from taskgraph.clusters.kubernetes.pod_labels import job_labels, labels, node_labels
 from taskgraph.clusters.kubernetes.pod_logs import is_over, pod_lines
-from taskgraph.clusters.kubernetes.why_gone import Seen, waiting_reason
+from taskgraph.clusters.kubernetes.why_gone import PodEvent, why_waiting
 from taskgraph.errors import JobError, TaskGraphError, TransportError
 from taskgraph.observe.format import counted
 
@@ -67,12 +67,12 @@ class KubernetesLauncher:
             own = request.insecure or request.node_tls
             certificates = {} if own else await asyncio.to_thread(job_certificates, name)
             made = [secret(request, cluster.namespace, certificates), *manifests(request, cluster.namespace)]
-            await _check_free(cluster, request.job, made)
+            await _clear_names(cluster, request.job, made)
             try:
                 uids = {each["kind"]: await cluster.apply(each) for each in made}
             except BaseException as error:
                 try:
-                    await _remove(cluster, request.job)
+                    await _remove_objects(cluster, request.job)
                 except TaskGraphError as left:
                     error.add_note(f"what was made before that is left: {left}")
                 raise
@@ -81,7 +81,7 @@ class KubernetesLauncher:
     async def scale(self, job: str, where: Mapping[str, str], nodes: int) -> str:
         name = object_name(job)
         async with _opened(where) as cluster:
-            core = await _deployment(cluster, job)
+            core = await _find_deployment(cluster, job)
             extra = await cluster.replicas(f"{name}-extra")
             if extra is None:
                 await cluster.scale(name, nodes)
@@ -101,16 +101,16 @@ class KubernetesLauncher:
 
     async def stop(self, job: str, where: Mapping[str, str]) -> None:
         async with _opened(where) as cluster:
-            await _remove(cluster, job)
+            await _remove_objects(cluster, job)
 
             async def pods() -> list[str]:
-                return [pod["metadata"]["name"] for pod in (await cluster.pods(of_job(job)))[0]]
+                return [pod["metadata"]["name"] for pod in (await cluster.pods(job_labels(job)))[0]]
 
-            await _until_gone(pods)
+            await _wait_until_gone(pods)
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
         async with _opened(where) as cluster:
-            pods, _ = await cluster.pods(of_job(job))
+            pods, _ = await cluster.pods(job_labels(job))
         return _waiting_lines(pods)
 
     async def has_ended(self, job: str, where: Mapping[str, str]) -> bool:
@@ -120,7 +120,7 @@ class KubernetesLauncher:
         return launcher is None or is_over(launcher)
 
     def ways(self, job: str, where: Mapping[str, str], command: str) -> str:
-        """Returns how to run a command where the job's etcd is within reach."""
+        """Returns a sentence: how to run a command where the job's etcd can be reached."""
         words = "".join(f" --{name} {shlex.quote(where[name])}" for name in _PLACE if name in where)
         return (
             f"from outside the cluster: `kubectl{words} exec job/{object_name(job)}-launcher -- taskgraph {command} "
@@ -137,7 +137,7 @@ class KubernetesLauncher:
         while True:
             try:
                 async with _opened({}) as cluster:
-                    async for name, seen in _changes(cluster, job, history):
+                    async for name, seen in _watch_changes(cluster, job, history):
                         pause_s = _PAUSE_S
                         await report(seen.kind, name, seen.text)
             except TransportError:
@@ -161,26 +161,26 @@ async def _opened(where: Mapping[str, str]) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-async def _changes(cluster: Cluster, job: str, history: PodHistory) -> AsyncGenerator[tuple[str, Seen], None]:
-    """Yields what happens to the pods of nodes, until the connection breaks."""
+async def _watch_changes(cluster: Cluster, job: str, history: PodHistory) -> AsyncGenerator[tuple[str, PodEvent], None]:
+    """Yields what happens to the pods of nodes, as (pod, event), until the connection breaks: TransportError."""
     from taskgraph.clusters.kubernetes.client import WatchExpired
 
     while True:
-        pods, version = await cluster.pods(of_nodes(job))
-        for seen in history.listed(pods):
+        pods, version = await cluster.pods(node_labels(job))
+        for seen in history.take_list(pods):
             yield seen
         try:
-            async with contextlib.aclosing(cluster.watch(of_nodes(job), version)) as changes:
+            async with contextlib.aclosing(cluster.watch(node_labels(job), version)) as changes:
                 async for change, pod in changes:
-                    for seen in history.changed(change, pod):
+                    for seen in history.take_change(change, pod):
                         yield seen
         except WatchExpired:
             await asyncio.sleep(_PAUSE_S)
 
 
-async def _deployment(cluster: Cluster, job: str) -> dict[str, Any]:
+async def _find_deployment(cluster: Cluster, job: str) -> dict[str, Any]:
     found = await cluster.get("Deployment", object_name(job))
-    if found is None or not _is_of(found, job):
+    if found is None or not _belongs_to(found, job):
         raise JobError(
             f"namespace {cluster.namespace} has no nodes of job {job!r}: they were removed, or are elsewhere "
             f"(--namespace, --context)"
@@ -188,16 +188,16 @@ async def _deployment(cluster: Cluster, job: str) -> dict[str, Any]:
     return found
 
 
-async def _check_free(cluster: Cluster, job: str, made: Sequence[Mapping[str, Any]]) -> None:
-    """Removes the launcher of an earlier run.
+async def _clear_names(cluster: Cluster, job: str, made: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that the names of the objects to make are free or the job's own; removes the launcher of an ended run.
 
     Raises:
-        JobError: the job runs, or objects of these names are not the job's.
+        JobError: the job runs, or an object of such a name is not the job's.
     """
     for each in made:
         kind, name = each["kind"], each["metadata"]["name"]
         found = await cluster.get(kind, name)
-        if found is not None and not _is_of(found, job):
+        if found is not None and not _belongs_to(found, job):
             raise JobError(
                 f"namespace {cluster.namespace} has a {kind} {name} already, which is not of job {job!r}: choose "
                 f"another --name or --namespace, or delete it"
@@ -213,14 +213,14 @@ async def _check_free(cluster: Cluster, job: str, made: Sequence[Mapping[str, An
             async def launcher(name: str = name) -> list[str]:
                 return [f"Job {name}"] if await cluster.get("Job", name) is not None else []
 
-            await _until_gone(launcher)
+            await _wait_until_gone(launcher)
 
 
-async def _until_gone(left: Callable[[], Awaitable[Sequence[str]]]) -> None:
-    """Waits until nothing of what was deleted is left.
+async def _wait_until_gone(left: Callable[[], Awaitable[Sequence[str]]]) -> None:
+    """Waits until `left`, which names the deleted objects that are still there, names none.
 
     Raises:
-        TransportError: something is there after a while.
+        TransportError: some are there after a while.
     """
     until = time.monotonic() + _GONE_S
     while names := await left():
@@ -231,7 +231,7 @@ async def _until_gone(left: Callable[[], Awaitable[Sequence[str]]]) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _remove(cluster: Cluster, job: str) -> None:
+async def _remove_objects(cluster: Cluster, job: str) -> None:
     """Deletes all objects of a job, the launcher first."""
     name = object_name(job)
     launcher = f"{name}-launcher"
@@ -240,12 +240,12 @@ async def _remove(cluster: Cluster, job: str) -> None:
         *(("RoleBinding", launcher), ("Role", launcher), ("ServiceAccount", launcher), ("Secret", name)),
     ):
         found = await cluster.get(kind, each)
-        if found is not None and _is_of(found, job):
+        if found is not None and _belongs_to(found, job):
             await cluster.delete(kind, each)
 
 
-def _is_of(found: Mapping[str, Any], job: str) -> bool:
-    """Says whether an object is of this job."""
+def _belongs_to(found: Mapping[str, Any], job: str) -> bool:
+    """True if an object has this job's labels."""
     its = (found["metadata"] if isinstance(found["metadata"], dict) else {}).get("labels") or {}
     return all(its.get(key) == value for key, value in labels(job).items())
 
@@ -254,7 +254,7 @@ def _waiting_lines(pods: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns a line for each reason why pods do not run."""
     by_reason: dict[str, list[str]] = {}
     for pod in pods:
-        if (seen := waiting_reason(pod)) is not None and not pod["metadata"].get("deletionTimestamp"):
+        if (seen := why_waiting(pod)) is not None and not pod["metadata"].get("deletionTimestamp"):
             by_reason.setdefault(seen.text, []).append(pod["metadata"]["name"])
     lines = []
     for text, names in by_reason.items():

@@ -48,8 +48,8 @@ def node_pod(request: Request, pods: PodOptions, name: str, priority_class: str)
         "readinessProbe": {"exec": {"command": ["test", "-e", _READY]}, "periodSeconds": 2, "failureThreshold": 1},
         "resources": pods.resources,
     }
-    env = [_of_pod("POD_NAME", "metadata.name"), _of_pod("POD_IP", "status.podIP")]
-    return {**pod, **_container(request, pods, name, container, env)}
+    env = [_field_variable("POD_NAME", "metadata.name"), _field_variable("POD_IP", "status.podIP")]
+    return {**pod, **_pod_frame(request, pods, name, container, env)}
 
 
 def launcher_pod(request: Request, pods: PodOptions, name: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def launcher_pod(request: Request, pods: PodOptions, name: str) -> dict[str, Any
     expected = max(request.nodes, request.min_nodes)  # the extra nodes may come later, unless the job needs them
     given = [_literal(word) for word in (request.driver, *request.words)]
     within = ["--wait", "--within", "kubernetes", "--run", "$(JOB_UID)"]
-    env = [_of_pod("JOB_UID", "metadata.labels['controller-uid']")]
+    env = [_field_variable("JOB_UID", "metadata.labels['controller-uid']")]
     container = {
         "name": "launcher",
         "command": ["taskgraph", "submit"],
@@ -73,7 +73,7 @@ def launcher_pod(request: Request, pods: PodOptions, name: str) -> dict[str, Any
         "terminationGracePeriodSeconds": _LAUNCHER_GRACE_S,
         **({"nodeSelector": pods.node_selector} if pods.node_selector else {}),
         **({"tolerations": pods.tolerations} if pods.tolerations else {}),
-        **_container(request, pods, name, container, env),
+        **_pod_frame(request, pods, name, container, env),
     }
 
 
@@ -82,14 +82,20 @@ def _literal(word: str) -> str:
     return word.replace("$", "$$")
 
 
-def _of_pod(name: str, field: str) -> dict[str, Any]:
+def _field_variable(name: str, field: str) -> dict[str, Any]:
+    """Returns an environment variable whose value is a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
 
 
-def _container(
+def _pod_frame(
     request: Request, pods: PodOptions, name: str, container: dict[str, Any], env: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what pods of nodes and of the launcher have alike: the container's frame, volumes, and no privileges."""
+    """Returns the part of a pod's spec that nodes and launcher share: security, the container in it, and volumes.
+
+    Args:
+        container: what is special about the container.
+        env: its own variables, which come first.
+    """
     user = {"runAsUser": pods.user, "runAsGroup": pods.user, "fsGroup": pods.user} if pods.user else {}
     mounts = [
         {"name": "secret", "mountPath": _SECRET, "readOnly": True},

@@ -25,39 +25,41 @@ def yaml_text(objects: Sequence[Mapping[str, Any]], comments: Mapping[str, str])
         comments: by path, such as "Job.spec.backoffLimit": a line to write before that entry. Entries of a list have
             the list's path.
     """
-    return "---\n".join("".join(f"{line}\n" for line in _map(each, each["kind"], "", comments)) for each in objects)
+    return "---\n".join(
+        "".join(f"{line}\n" for line in _map_lines(each, each["kind"], "", comments)) for each in objects
+    )
 
 
-def _map(entries: Mapping[str, Any], path: str, indent: str, comments: Mapping[str, str]) -> Iterator[str]:
+def _map_lines(entries: Mapping[str, Any], path: str, indent: str, comments: Mapping[str, str]) -> Iterator[str]:
     for name, value in entries.items():
         at = f"{path}.{name}"
         if at in comments:
             yield f"{indent}# {comments[at]}"
-        yield from _entry(f"{indent}{_scalar(name)}:", value, at, indent, comments)
+        yield from _entry_lines(f"{indent}{_scalar_text(name)}:", value, at, indent, comments)
 
 
-def _entry(begin: str, value: Any, path: str, indent: str, comments: Mapping[str, str]) -> Iterator[str]:
+def _entry_lines(begin: str, value: Any, path: str, indent: str, comments: Mapping[str, str]) -> Iterator[str]:
     commented = any(each.startswith(f"{path}.") for each in comments)
-    flow = _flow(value)
+    flow = _flow_text(value)
     if not isinstance(value, dict | list) or not value or (not commented and _is_short(value, f"{begin} {flow}")):
         yield f"{begin} {flow}"
     elif isinstance(value, dict):
         yield begin
-        yield from _map(value, path, f"{indent}  ", comments)
+        yield from _map_lines(value, path, f"{indent}  ", comments)
     elif all(not isinstance(each, dict | list) for each in value):
-        yield from _wrapped(begin, [_scalar(each) for each in value])
+        yield from _wrapped_lines(begin, [_scalar_text(each) for each in value])
     else:
         yield begin
         for each in value:
-            yield from _item(each, path, f"{indent}  ", comments)
+            yield from _item_lines(each, path, f"{indent}  ", comments)
 
 
-def _item(value: Any, path: str, indent: str, comments: Mapping[str, str]) -> Iterator[str]:
+def _item_lines(value: Any, path: str, indent: str, comments: Mapping[str, str]) -> Iterator[str]:
     """Yields the lines of an entry of a list."""
-    if not isinstance(value, dict) or _is_short(value, f"{indent}- {_flow(value)}"):
-        yield f"{indent}- {_flow(value)}"
+    if not isinstance(value, dict) or _is_short(value, f"{indent}- {_flow_text(value)}"):
+        yield f"{indent}- {_flow_text(value)}"
         return
-    lines = list(_map(value, path, f"{indent}  ", comments))
+    lines = list(_map_lines(value, path, f"{indent}  ", comments))
     comment = lines.pop(0) if lines[0].lstrip().startswith("# ") else ""
     if comment:
         yield comment
@@ -66,22 +68,22 @@ def _item(value: Any, path: str, indent: str, comments: Mapping[str, str]) -> It
 
 
 def _is_short(value: Any, line: str) -> bool:
-    """Says whether an entry fits on one line: an empty one, or one whose values are no maps with maps in them."""
+    """True if an entry goes on one line: it is empty; or the line is not too long, and flat or shorter than half."""
     if not value or len(line) > _WIDTH:
         return not value
     inner = value.values() if isinstance(value, dict) else value
-    return not any(isinstance(each, dict | list) and each for each in inner) or len(_flow(value)) < _WIDTH // 2
+    return not any(isinstance(each, dict | list) and each for each in inner) or len(_flow_text(value)) < _WIDTH // 2
 
 
-def _flow(value: Any) -> str:
+def _flow_text(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_scalar(name)}: {_flow(each)}' for name, each in value.items())}}}"
+        return f"{{{', '.join(f'{_scalar_text(name)}: {_flow_text(each)}' for name, each in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_flow, value))}]"
-    return _scalar(value)
+        return f"[{', '.join(map(_flow_text, value))}]"
+    return _scalar_text(value)
 
 
-def _wrapped(begin: str, words: Sequence[str]) -> Iterator[str]:
+def _wrapped_lines(begin: str, words: Sequence[str]) -> Iterator[str]:
     """Yields a list of words over several lines."""
     line, indent = f"{begin} [", " " * (len(begin) - len(begin.lstrip()) + 2)
     for index, word in enumerate(words):
@@ -94,7 +96,7 @@ def _wrapped(begin: str, words: Sequence[str]) -> Iterator[str]:
     yield line
 
 
-def _scalar(value: Any) -> str:
+def _scalar_text(value: Any) -> str:
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _OTHER_MEANING:
         return value
     if isinstance(value, str):

@@ -18,7 +18,7 @@ from taskgraph.clusters.api import Request
 from taskgraph.clusters.kubernetes.manifest_pods import ETCD_FILES, launcher_pod, node_pod
 from taskgraph.clusters.kubernetes.manifest_text import yaml_text
 from taskgraph.clusters.kubernetes.options import PodOptions, object_name
-from taskgraph.clusters.kubernetes.patching import patched
+from taskgraph.clusters.kubernetes.patching import apply_patches
 from taskgraph.clusters.kubernetes.pod_labels import EXTRA, LAUNCHER, NODE, labels, selector
 from taskgraph.errors import JobError
 
@@ -63,20 +63,20 @@ def manifests(request: Request, namespace: str = "") -> list[dict[str, Any]]:
         raise JobError("--tls: name what is in the certificate with --tls-name: pods have no lasting names")
     if request.extra_nodes and not request.extra_priority:
         raise JobError("--extra-nodes: name their priority class with --extra-priority")
-    made = [] if pods.service_account else _rights(request, name)
+    made = [] if pods.service_account else _launcher_rights(request, name)
     made.append(_deployment(request, pods, name, NODE))
     if request.extra_nodes:
         made.append(_deployment(request, pods, name, EXTRA))
-    made += [_budget(request, name), _launcher(request, pods, name)]
+    made += [_disruption_budget(request, name), _launcher_job(request, pods, name)]
     if namespace:
         for each in made:
             each["metadata"] = {"name": each["metadata"].pop("name"), "namespace": namespace, **each["metadata"]}
-    return patched(made, pods.patches)
+    return apply_patches(made, pods.patches)
 
 
 def manifest_text(request: Request, namespace: str = "") -> str:
     """Returns the objects as YAML, which says at its top how to make the Secret."""
-    return _head(request, namespace) + yaml_text(manifests(request, namespace), _COMMENTS)
+    return _secret_comments(request, namespace) + yaml_text(manifests(request, namespace), _COMMENTS)
 
 
 def secret(request: Request, namespace: str, certificates: Mapping[str, bytes]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def secret(request: Request, namespace: str, certificates: Mapping[str, bytes]) 
         JobError: a file that the user named cannot be read.
     """
     found = {"token": f"{request.token}\n".encode(), **certificates}
-    for key, path in _files(request).items():
+    for key, path in _secret_files(request).items():
         try:
             with open(path, "rb") as file:
                 found[key] = file.read()
@@ -103,19 +103,19 @@ def secret(request: Request, namespace: str, certificates: Mapping[str, bytes]) 
     }
 
 
-def _files(request: Request) -> dict[str, str]:
-    """Returns the files of the user that the Secret has, by key."""
+def _secret_files(request: Request) -> dict[str, str]:
+    """Returns the paths of the user's files that go into the Secret, by their keys in it."""
     nodes = {f"{key}.pem": request.node_tls[key] for key in ("ca", "cert", "key") if key in request.node_tls}
     etcd = {ETCD_FILES[key]: request.etcd_access[key] for key in ("ca", "cert", "key") if key in request.etcd_access}
     return {**nodes, **etcd}
 
 
-def _head(request: Request, namespace: str) -> str:
+def _secret_comments(request: Request, namespace: str) -> str:
     """Returns comments that say how to make the Secret, which is never printed."""
     name = object_name(request.job)
     words = [f"--namespace {namespace}"] if namespace else []
     words += [f"--from-file=token={shlex.quote(request.token_file or f'{name}.token')}"]
-    words += [f"--from-file={key}={shlex.quote(path)}" for key, path in _files(request).items()]
+    words += [f"--from-file={key}={shlex.quote(path)}" for key, path in _secret_files(request).items()]
     made = []
     if not request.insecure and not request.node_tls:
         made.append(f"taskgraph certs tls --host {name}")
@@ -163,7 +163,7 @@ def _deployment(request: Request, pods: PodOptions, name: str, component: str) -
     }
 
 
-def _launcher(request: Request, pods: PodOptions, name: str) -> dict[str, Any]:
+def _launcher_job(request: Request, pods: PodOptions, name: str) -> dict[str, Any]:
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
@@ -186,7 +186,7 @@ def _launcher(request: Request, pods: PodOptions, name: str) -> dict[str, Any]:
     }
 
 
-def _budget(request: Request, name: str) -> dict[str, Any]:
+def _disruption_budget(request: Request, name: str) -> dict[str, Any]:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -195,8 +195,8 @@ def _budget(request: Request, name: str) -> dict[str, Any]:
     }
 
 
-def _rights(request: Request, name: str) -> list[dict[str, Any]]:
-    """Returns the launcher's account and its rights: to see pods, and to end the nodes with the job."""
+def _launcher_rights(request: Request, name: str) -> list[dict[str, Any]]:
+    """Returns the launcher's ServiceAccount, and its rights: to see pods, and to end the nodes with the job."""
     metadata = _metadata(request.job, f"{name}-launcher", LAUNCHER)
     rbac = "rbac.authorization.k8s.io"
     rules = [

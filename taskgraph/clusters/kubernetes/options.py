@@ -59,7 +59,7 @@ class PodOptions:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> PodOptions:
-        """Reads the command line.
+        """Makes them of parsed options of the command line.
 
         Raises:
             JobError: an option is wrong, or one is missing.
@@ -73,22 +73,22 @@ class PodOptions:
         if not _MEMORY.fullmatch(options.memory):
             raise JobError(f"--memory {options.memory}: write bytes with a unit, such as 512Mi or 4Gi")
         memory = {"memory": options.memory}
-        gpus = _gpus(options.gpus) if options.gpus else {}
-        volumes = [_volume(index, text) for index, text in enumerate(options.volume or ())]
+        gpus = _parse_gpus(options.gpus) if options.gpus else {}
+        volumes = [_parse_volume(index, text) for index, text in enumerate(options.volume or ())]
         return cls(
             image=options.image,
             workdir=options.workdir or "",
             resources={"requests": {"cpu": options.cpu, **memory}, "limits": {**memory, **gpus}},
             launcher_resources={"requests": {"cpu": "100m", **memory}, "limits": memory},
-            priority_class=_name("--priority-class", options.priority_class),
-            queue=_name("--queue", options.queue),
-            service_account=_name("--service-account", options.service_account),
-            user=_user(options.user),
-            node_selector=dict(_labels(options.node_selector or ())),
-            tolerations=[_toleration(text) for text in options.toleration or ()],
+            priority_class=_check_name("--priority-class", options.priority_class),
+            queue=_check_name("--queue", options.queue),
+            service_account=_check_name("--service-account", options.service_account),
+            user=_parse_user(options.user),
+            node_selector=dict(_parse_labels(options.node_selector or ())),
+            tolerations=[_parse_toleration(text) for text in options.toleration or ()],
             volumes=[volume for volume, _ in volumes],
             mounts=[mount for _, mount in volumes],
-            env=[_variable(text) for text in options.env or ()],
+            env=[_parse_variable(text) for text in options.env or ()],
             patches=read_patches(Path(options.patch)) if options.patch else [],
         )
 
@@ -131,13 +131,13 @@ def object_name(job: str) -> str:
     return name
 
 
-def _name(option: str, text: str | None) -> str:
+def _check_name(option: str, text: str | None) -> str:
     if text and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text):
         raise JobError(f"{option} {text}: Kubernetes has no such names: write letters a-z, digits, '-' and '.'")
     return text or ""
 
 
-def _user(text: str) -> int | None:
+def _parse_user(text: str) -> int | None:
     if text == "cluster":
         return None
     if not text.isdecimal() or int(text) == 0:
@@ -145,14 +145,14 @@ def _user(text: str) -> int | None:
     return int(text)
 
 
-def _gpus(text: str) -> dict[str, int]:
+def _parse_gpus(text: str) -> dict[str, int]:
     resource, _, count = text.rpartition("=")
     if not count.isdecimal() or int(count) < 1 or (resource and not _KEY.fullmatch(resource)):
         raise JobError(f"--gpus {text}: write a number of devices, such as 1 or amd.com/gpu=1")
     return {resource or "nvidia.com/gpu": int(count)}
 
 
-def _labels(texts: Sequence[str]) -> list[tuple[str, str]]:
+def _parse_labels(texts: Sequence[str]) -> list[tuple[str, str]]:
     found = []
     for text in texts:
         key, equals, value = text.partition("=")
@@ -162,7 +162,7 @@ def _labels(texts: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _toleration(text: str) -> dict[str, Any]:
+def _parse_toleration(text: str) -> dict[str, Any]:
     rest, colon, effect = text.rpartition(":")
     if not colon:
         rest, effect = text, ""
@@ -173,15 +173,15 @@ def _toleration(text: str) -> dict[str, Any]:
     return {"key": key, **what, **({"effect": effect} if effect else {})}
 
 
-def _variable(text: str) -> dict[str, Any]:
+def _parse_variable(text: str) -> dict[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not _VARIABLE.fullmatch(name):
         raise JobError(f"--env {text}: write NAME=VALUE")
     return {"name": name, "value": value}
 
 
-def _volume(index: int, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the volume of a pod, and its mount in a container."""
+def _parse_volume(index: int, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parses `--volume`: returns a volume of the pod, and its mount in a container."""
     source, _, rest = text.partition(":")
     path, _, mode = rest.partition(":")
     if not source or not path.startswith("/") or mode not in ("", "ro", "rw"):
@@ -192,5 +192,5 @@ def _volume(index: int, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     elif source == "empty":
         what = {"emptyDir": {}}
     else:
-        what = {"persistentVolumeClaim": {"claimName": _name("--volume", source)}}
+        what = {"persistentVolumeClaim": {"claimName": _check_name("--volume", source)}}
     return {"name": name, **what}, {"name": name, "mountPath": path, **({"readOnly": True} if mode == "ro" else {})}

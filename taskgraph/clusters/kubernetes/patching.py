@@ -16,7 +16,7 @@ from typing import Any
 
 from taskgraph.errors import JobError
 
-__all__ = ["patched", "read_patches"]
+__all__ = ["apply_patches", "read_patches"]
 
 _MERGE_BY = {
     "containers": "name",
@@ -59,21 +59,21 @@ def read_patches(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def patched(objects: Sequence[dict[str, Any]], patches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the objects with all patches.
+def apply_patches(objects: Sequence[dict[str, Any]], patches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the objects with all patches, without those that a patch deletes.
 
     Raises:
-        JobError: a patch is for no object.
+        JobError: a patch fits no object.
     """
     found = list(objects)
     for patch in patches:
-        hit = [each for each in found if _is_for(patch, each)]
+        hit = [each for each in found if _applies_to(patch, each)]
         if not hit:
             raise JobError(f"--patch: there is no {_title(patch)}; there are: {', '.join(map(_title, found))}")
         if patch.get(_DIRECTIVE) == "delete":
             found = [each for each in found if each not in hit]
         else:
-            found = [_merged(each, patch) if each in hit else each for each in found]
+            found = [_merge(each, patch) if each in hit else each for each in found]
     return found
 
 
@@ -81,28 +81,28 @@ def _title(made: dict[str, Any]) -> str:
     return f"{made['kind']} {(made.get('metadata') or {}).get('name', '')}".rstrip()
 
 
-def _is_for(patch: dict[str, Any], made: dict[str, Any]) -> bool:
+def _applies_to(patch: dict[str, Any], made: dict[str, Any]) -> bool:
     name = (patch.get("metadata") or {}).get("name")
     return bool(patch["kind"] == made["kind"] and name in (None, made["metadata"]["name"]))
 
 
-def _merged(made: Any, patch: Any, key: str = "") -> Any:
+def _merge(made: Any, patch: Any, key: str = "") -> Any:
     if isinstance(made, dict) and isinstance(patch, dict):
         merged = dict(made)
         for name, value in patch.items():
             if value is None:
                 merged.pop(name, None)
             else:
-                merged[name] = _merged(made.get(name), value, name)
+                merged[name] = _merge(made.get(name), value, name)
         return merged
     if isinstance(patch, list) and (by := _MERGE_BY.get(key)):
-        return _merged_list(made or [], patch, by)
+        return _merge_list(made or [], patch, by)
     if isinstance(patch, dict):  # nulls of a new map mean nothing
-        return {name: _merged(None, value, name) for name, value in patch.items() if value is not None}
+        return {name: _merge(None, value, name) for name, value in patch.items() if value is not None}
     return copy.deepcopy(patch)
 
 
-def _merged_list(made: list[Any], patch: list[Any], by: str) -> list[Any]:
+def _merge_list(made: list[Any], patch: list[Any], by: str) -> list[Any]:
     merged = list(made)
     for entry in patch:
         if not isinstance(entry, dict) or by not in entry:
@@ -111,7 +111,7 @@ def _merged_list(made: list[Any], patch: list[Any], by: str) -> list[Any]:
         if entry.get(_DIRECTIVE) == "delete":
             merged = [each for each in merged if each[by] != entry[by]]
         elif at is None:
-            merged.append(_merged(None, entry))
+            merged.append(_merge(None, entry))
         else:
-            merged[at] = _merged(merged[at], entry)
+            merged[at] = _merge(merged[at], entry)
     return merged

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.clusters.kubernetes.options import object_name
-from taskgraph.clusters.kubernetes.pod_labels import LAUNCHER, NODE, of_job
+from taskgraph.clusters.kubernetes.pod_labels import LAUNCHER, NODE, job_labels
 from taskgraph.errors import JobError, TransportError
 from taskgraph.system.alongside import cancel_and_wait
 
@@ -32,13 +32,13 @@ async def pod_lines(cluster: Cluster, job: str, node: str | None, *, follow: boo
     Raises:
         JobError: there is no such pod.
     """
-    pods = _started(await _pods(cluster, job), node)
+    pods = _started_pods(await _job_pods(cluster, job), node)
     if not pods and (node or not follow):
-        known = ", ".join(sorted(_started(await _pods(cluster, job), None))) or "none"
+        known = ", ".join(sorted(_started_pods(await _job_pods(cluster, job), None))) or "none"
         raise JobError(f"job {job!r} has no pod{f' {node!r}' if node else ''} that has started; there are: {known}")
     if follow:
         queue: asyncio.Queue[str | None] = asyncio.Queue(_BUFFERED)
-        reading = asyncio.ensure_future(_follow(cluster, job, node, queue))
+        reading = asyncio.ensure_future(_follow_pods(cluster, job, node, queue))
         try:
             while (line := await queue.get()) is not None:
                 yield line
@@ -51,8 +51,8 @@ async def pod_lines(cluster: Cluster, job: str, node: str | None, *, follow: boo
             yield line if node else f"{name}  {line}"
 
 
-async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Queue[str | None]) -> None:
-    """Puts the lines of pods into the queue, also of pods that start later; then None, at the job's end or an error."""
+async def _follow_pods(cluster: Cluster, job: str, node: str | None, queue: asyncio.Queue[str | None]) -> None:
+    """Puts the lines of pods into the queue, also of later pods; None at the job's end or an error."""
 
     async def read_pod(pod: str, container: str) -> None:
         try:
@@ -67,7 +67,7 @@ async def _follow(cluster: Cluster, job: str, node: str | None, queue: asyncio.Q
         async with asyncio.TaskGroup() as group:
             while True:
                 launcher = await cluster.get("Job", f"{object_name(job)}-launcher")
-                for name, (container, starts) in _started(await _pods(cluster, job), node).items():
+                for name, (container, starts) in _started_pods(await _job_pods(cluster, job), node).items():
                     if (name, container, starts) not in known:
                         known.add((name, container, starts))
                         group.create_task(read_pod(name, container))
@@ -87,11 +87,11 @@ def is_over(job: Mapping[str, Any]) -> bool:
     return any(each.get("type") in ("Complete", "Failed") and each.get("status") == "True" for each in conditions)
 
 
-async def _pods(cluster: Cluster, job: str) -> list[dict[str, Any]]:
-    return (await cluster.pods(of_job(job)))[0]
+async def _job_pods(cluster: Cluster, job: str) -> list[dict[str, Any]]:
+    return (await cluster.pods(job_labels(job)))[0]
 
 
-def _started(pods: list[dict[str, Any]], node: str | None) -> dict[str, tuple[str, int]]:
+def _started_pods(pods: list[dict[str, Any]], node: str | None) -> dict[str, tuple[str, int]]:
     """Returns pod -> (name of our container, how often it was restarted), for pods that may have printed lines."""
     found = {}
     for pod in pods:

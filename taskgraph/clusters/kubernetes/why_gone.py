@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Seen", "restarted", "waiting_reason", "why_gone"]
+__all__ = ["PodEvent", "why_gone", "why_restarted", "why_waiting"]
 
 _DRAINED = 75
 """The exit code of a node that was drained while its job goes on, with `--drained-code 75`."""
@@ -39,8 +39,8 @@ _STARTING = ("ContainerCreating", "PodInitializing")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What happened to a pod.
+class PodEvent:
+    """What happened to a pod, for the job's events.
 
     Attributes:
         kind: the kind of the event: preempted, evicted, lost, oom, deleted, ended or crashed; of pods that do not run
@@ -52,30 +52,32 @@ class Seen:
     text: str
 
 
-def why_gone(pod: Mapping[str, Any]) -> Seen | None:
+def why_gone(pod: Mapping[str, Any]) -> PodEvent | None:
     """Returns why a pod ended or is ending; None: it goes on, as far as its status says."""
     status = pod.get("status") or {}
-    if (found := _disruption(status)) is not None:
+    if (found := _why_disrupted(status)) is not None:
         return found
-    ended = [state for state in _states(status) if state]
+    ended = [state for state in _terminations(status) if state]
     if any(state.get("reason") == "OOMKilled" for state in ended):
         return _out_of_memory()
     if status.get("reason") in ("Evicted", "NodeShutdown", "Terminated", "NodeLost", "UnexpectedAdmissionError"):
         message = status.get("message", "").strip()
-        return Seen("evicted", f"was evicted ({status['reason']})" + (f": {message}" if message else ""))
+        return PodEvent("evicted", f"was evicted ({status['reason']})" + (f": {message}" if message else ""))
     if pod.get("metadata", {}).get("deletionTimestamp"):
-        return Seen("deleted", "leaves: it was deleted (scaled away, replaced by a rollout, preempted, or by a person)")
+        return PodEvent(
+            "deleted", "leaves: it was deleted (scaled away, replaced by a rollout, preempted, or by a person)"
+        )
     if status.get("phase") in ("Failed", "Succeeded"):
         failed = [state for state in ended if state.get("exitCode")]  # not those that prepared the pod
-        return _by_code((failed or ended)[0]) if ended else Seen("ended", f"ended ({status['phase']})")
+        return _by_exit_code((failed or ended)[0]) if ended else PodEvent("ended", f"ended ({status['phase']})")
     return None
 
 
-def restarted(before: Mapping[str, Any] | None, pod: Mapping[str, Any]) -> Seen | None:
-    """Returns why a container that was started again had ended, since `before`; None: none was, or in good order."""
+def why_restarted(before: Mapping[str, Any] | None, pod: Mapping[str, Any]) -> PodEvent | None:
+    """Returns why a container ended that was started again since `before`; None: none was, or it ended with code 0."""
     if before is None:
         return None
-    old = _restarts(before)
+    old = _restart_counts(before)
     for container in _containers(pod.get("status") or {}):
         if int(container.get("restartCount", 0)) <= old.get(container.get("name", ""), 0):
             continue
@@ -83,48 +85,50 @@ def restarted(before: Mapping[str, Any] | None, pod: Mapping[str, Any]) -> Seen 
             if ended := (container.get(state) or {}).get("terminated"):
                 if ended.get("exitCode") == 0:  # it was drained, or the job has ended: events say so already
                     return None
-                found = _out_of_memory() if ended.get("reason") == "OOMKilled" else _by_code(ended)
-                return Seen(found.kind, f"{found.text}; its container is started again")
-        return Seen("ended", "was started again")
+                found = _out_of_memory() if ended.get("reason") == "OOMKilled" else _by_exit_code(ended)
+                return PodEvent(found.kind, f"{found.text}; its container is started again")
+        return PodEvent("ended", "was started again")
     return None
 
 
-def waiting_reason(pod: Mapping[str, Any]) -> Seen | None:
+def why_waiting(pod: Mapping[str, Any]) -> PodEvent | None:
     """Returns why a pod does not run yet, as the scheduler or the kubelet says; None: it runs, or is about to."""
     status = pod.get("status") or {}
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return Seen("unschedulable", f"has no machine: {condition.get('message') or condition.get('reason', '')}")
+            return PodEvent(
+                "unschedulable", f"has no machine: {condition.get('message') or condition.get('reason', '')}"
+            )
         if condition.get("type") == "PodScheduled" and condition.get("reason") == "SchedulingGated":
-            return Seen("waiting", "waits in its queue")
+            return PodEvent("waiting", "waits in its queue")
     for container in _containers(status):
         waiting = (container.get("state") or {}).get("waiting") or {}
         if (reason := waiting.get("reason")) and reason not in _STARTING:
             message = waiting.get("message", "").strip()
-            return Seen(
+            return PodEvent(
                 "restarting" if reason == "CrashLoopBackOff" else "waiting",
                 f"does not start: {reason}" + (f": {message}" if message else ""),
             )
     return None
 
 
-def _disruption(status: Mapping[str, Any]) -> Seen | None:
+def _why_disrupted(status: Mapping[str, Any]) -> PodEvent | None:
     for condition in status.get("conditions") or ():
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             reason, message = condition.get("reason", ""), (condition.get("message") or "").strip()
             kind, text = _DISRUPTIONS.get(reason, ("evicted", f"was ended by the cluster ({reason})"))
-            return Seen(kind, f"{text} ({message})" if message else text)
+            return PodEvent(kind, f"{text} ({message})" if message else text)
     return None
 
 
-def _out_of_memory() -> Seen:
-    return Seen("oom", "was killed: it used more memory than its limit (OOMKilled): give more with --memory")
+def _out_of_memory() -> PodEvent:
+    return PodEvent("oom", "was killed: it used more memory than its limit (OOMKilled): give more with --memory")
 
 
-def _by_code(ended: Mapping[str, Any]) -> Seen:
+def _by_exit_code(ended: Mapping[str, Any]) -> PodEvent:
     code = int(ended.get("exitCode", 0))
     text = _CODES.get(code) or (f"was killed by signal {code - 128}" if code > 128 else f"failed (exit code {code})")
-    return Seen("ended" if code in (0, _DRAINED, 143) else "crashed", text)
+    return PodEvent("ended" if code in (0, _DRAINED, 143) else "crashed", text)
 
 
 def _containers(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -132,13 +136,13 @@ def _containers(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from status.get("containerStatuses") or ()
 
 
-def _states(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields how the containers of a pod ended."""
+def _terminations(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields how each container of a pod ended, as Kubernetes has it; {}: it has not."""
     for container in _containers(status):
         yield (container.get("state") or {}).get("terminated") or {}
 
 
-def _restarts(pod: Mapping[str, Any]) -> dict[str, int]:
+def _restart_counts(pod: Mapping[str, Any]) -> dict[str, int]:
     """Returns how often each container was started again."""
     found = _containers(pod.get("status") or {})
     return {each.get("name", ""): int(each.get("restartCount", 0)) for each in found}

@@ -6,11 +6,11 @@ import asyncio
 import re
 from collections.abc import Sequence
 
-from taskgraph.clusters.slurm.state import QUEUE_FORMAT, Seen, parse_queue
+from taskgraph.clusters.slurm.state import QUEUE_FORMAT, QueuedElement, parse_queue
 from taskgraph.errors import JobError, TransportError
 from taskgraph.system.environment import user_env
 
-__all__ = ["machine_is_down", "queue", "slurm"]
+__all__ = ["machine_is_down", "queued_elements", "run_slurm"]
 
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 _BUSY = re.compile(
@@ -22,19 +22,19 @@ _NO_SUCH = re.compile(r"invalid job id|job/step already complet", re.IGNORECASE)
 _DOWN = re.compile(r"down|fail|unk|drain", re.IGNORECASE)
 
 
-async def slurm(*words: str, again: bool = True, no_job: str | None = None) -> str:
-    """Runs a command; returns what it prints.
+async def run_slurm(*words: str, again: bool = True, no_job: str | None = None) -> str:
+    """Runs a command of Slurm; returns what it prints.
 
     Args:
-        again: it may be run twice.
-        no_job: what to return if Slurm does not know the job any longer; None: that is an error.
+        again: run it again if the controller is busy; False if a second run would do the work twice.
+        no_job: what to return if Slurm no longer knows the job; None: that is an error.
 
     Raises:
         JobError: the command is missing, or Slurm refuses it.
         TransportError: slurmctld does not answer.
     """
     for pause_s in (*_PAUSES_S, 0.0):
-        code, out, complaint = await _once(words)
+        code, out, complaint = await _run_once(words)
         if code == 0:
             return out
         if no_job is not None and _NO_SUCH.search(complaint):
@@ -48,7 +48,7 @@ async def slurm(*words: str, again: bool = True, no_job: str | None = None) -> s
     raise TransportError(f"`{words[0]}`: Slurm's controller does not answer ({complaint}){unknown}")
 
 
-async def _once(words: Sequence[str]) -> tuple[int, str, str]:
+async def _run_once(words: Sequence[str]) -> tuple[int, str, str]:
     try:
         process = await asyncio.create_subprocess_exec(
             *words,
@@ -67,14 +67,14 @@ async def _once(words: Sequence[str]) -> tuple[int, str, str]:
     return process.returncode, out.decode(errors="replace"), complaint.decode(errors="replace").strip()
 
 
-async def queue(arrays: Sequence[int]) -> list[Seen]:
+async def queued_elements(arrays: Sequence[int]) -> list[QueuedElement]:
     """Returns the elements of these array jobs that have not ended."""
     if not arrays:
         return []
     jobs = ",".join(map(str, arrays))
-    return parse_queue(await slurm("squeue", "-h", "-r", "-j", jobs, "-o", QUEUE_FORMAT, no_job=""))
+    return parse_queue(await run_slurm("squeue", "-h", "-r", "-j", jobs, "-o", QUEUE_FORMAT, no_job=""))
 
 
 async def machine_is_down(machine: str) -> bool:
-    """Says whether Slurm has lost a machine, or has taken it out of service."""
-    return bool(machine) and bool(_DOWN.search(await slurm("sinfo", "-h", "-n", machine, "-o", "%T")))
+    """True if Slurm has lost a machine, or has taken it out of service; False for "", no machine."""
+    return bool(machine) and bool(_DOWN.search(await run_slurm("sinfo", "-h", "-n", machine, "-o", "%T")))

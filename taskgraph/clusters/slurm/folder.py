@@ -22,7 +22,7 @@ __all__ = ["Folder"]
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The job's folder, and what is in it."""
+    """The paths in a job's folder, as the table above lists them."""
 
     path: Path
 

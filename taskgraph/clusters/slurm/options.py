@@ -15,7 +15,7 @@ from taskgraph.clusters.slurm.script import Element
 from taskgraph.errors import JobError
 from taskgraph.network.tls import CA, CERT, KEY
 
-__all__ = ["add_slurm_options", "element_of", "needs_certificates", "own_access", "resources_of", "tls_of"]
+__all__ = ["add_slurm_options", "made_tls_files", "make_element", "make_resources", "needs_certificates", "own_access"]
 
 _ETCD = {"ca": "CA", "cert": "CERT", "key": "KEY", "username": "USER", "password_file": "PASSWORD_FILE"}
 """Ends of variables, by name in `Request.etcd_access`. A password without a file is in the environment, which sbatch
@@ -23,7 +23,7 @@ passes on."""
 
 
 def add_slurm_options(group: argparse._ArgumentGroup) -> None:
-    """Adds the options of `submit` that `element_of` and `resources_of` read."""
+    """Adds the options of `submit` that `make_element` and `make_resources` read."""
     add = group.add_argument
     add("--partition", metavar="NAME", help="the partition (the site's default)")
     add("--account", metavar="NAME", help="the account to charge")
@@ -40,8 +40,8 @@ def add_slurm_options(group: argparse._ArgumentGroup) -> None:
     add("--listen", default="$(hostname)", metavar="HOST", help=text)
 
 
-def resources_of(options: argparse.Namespace) -> Resources:
-    """Returns what elements ask for."""
+def make_resources(options: argparse.Namespace) -> Resources:
+    """Returns what each element asks Slurm for; raises JobError for a negative number."""
     for name in ("cpus_per_node", "gpus"):
         if getattr(options, name) < 0:
             raise JobError(f"--{name.replace('_', '-')} {getattr(options, name)}: 1 or more")
@@ -57,16 +57,16 @@ def resources_of(options: argparse.Namespace) -> Resources:
     )
 
 
-def tls_of(folder: Folder, job: str) -> dict[str, str]:
-    """Returns the files and the fixed name of certificates that are made for a job."""
+def made_tls_files(folder: Folder, job: str) -> dict[str, str]:
+    """Returns `--tls-*` for the certificates that are made for a job: their paths, and the fixed name in them."""
     files = {"ca": CA, "cert": CERT, "key": KEY}
     return {**{name: str(folder.tls / file) for name, file in files.items()}, "name": certificate_name(job)}
 
 
 def needs_certificates(request: Request) -> bool:
-    """Says whether certificates are to be made: the user named none. The job's own etcd never goes without TLS.
+    """True if certificates are to be made: the user named none. The job's own etcd never goes without TLS.
 
-    Everybody who reaches an etcd without it could change the job's spec, and so run code as this user.
+    Without TLS, everybody who reaches the etcd could change the job's spec, and so run code as this user.
     """
     return not request.node_tls and (not request.insecure or not request.etcd)
 
@@ -74,12 +74,12 @@ def needs_certificates(request: Request) -> bool:
 def _node_tls(request: Request, folder: Folder) -> dict[str, str]:
     if request.node_tls or request.insecure:
         return request.node_tls
-    return tls_of(folder, request.job)
+    return made_tls_files(folder, request.job)
 
 
 def _etcd_tls(request: Request, folder: Folder) -> dict[str, str]:
-    """Returns the files for clients of the job's own etcd."""
-    found = request.node_tls or tls_of(folder, request.job)
+    """Returns the paths of the certificates for clients of the job's own etcd."""
+    found = request.node_tls or made_tls_files(folder, request.job)
     return {name: value for name, value in found.items() if name != "name"}
 
 
@@ -94,7 +94,7 @@ def own_access(request: Request) -> dict[str, str]:
     return found
 
 
-def element_of(request: Request) -> Element:
+def make_element(request: Request) -> Element:
     """Returns what each element of a job's array runs.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from taskgraph.errors import JobError
 
-__all__ = ["UNQUOTED", "Resources", "header_value", "limit_s"]
+__all__ = ["UNQUOTED", "Resources", "check_header_value", "parse_time_limit_s"]
 
 _HMS = 3
 """Hours, minutes, seconds."""
@@ -17,7 +17,7 @@ UNQUOTED = frozenset("\"'\\`$\n\r\0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What each element asks Slurm for; "" or 0: what the site gives by default."""
+    """What each element asks Slurm for; "" or 0: the site's default."""
 
     partition: str = ""
     account: str = ""
@@ -40,11 +40,11 @@ class Resources:
             "cpus-per-task": str(self.cpus or ""),
             "gres": f"gpu:{self.gpus}" if self.gpus else "",
         }
-        return [f"--{name}={header_value(name, value)}" for name, value in named.items() if value]
+        return [f"--{name}={check_header_value(name, value)}" for name, value in named.items() if value]
 
 
-def limit_s(text: str) -> float:
-    """Parses a time limit as sbatch takes it: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00. 0 means no limit.
+def parse_time_limit_s(text: str) -> float:
+    """Parses a time limit to seconds, as sbatch takes it: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00; 0: no limit.
 
     Raises:
         JobError: it is none.
@@ -60,8 +60,8 @@ def limit_s(text: str) -> float:
     return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def header_value(name: str, value: str) -> str:
-    """Checks a value for a line of the header; raises JobError."""
+def check_header_value(name: str, value: str) -> str:
+    """Returns an option's value for a line of #SBATCH; raises JobError if it is empty, or has spaces or quotes."""
     if not value or any(char.isspace() for char in value) or not UNQUOTED.isdisjoint(value):
         raise JobError(f"--{name} {value!r}: Slurm takes no such value: write it without spaces and quotes")
     return value

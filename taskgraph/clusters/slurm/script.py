@@ -1,7 +1,7 @@
 """The batch script of a job on Slurm: an array of one-node jobs, whose elements start a node each. It does no I/O.
 
 `taskgraph submit --on slurm --dry-run` prints the script, and `start` submits that very text. What it needs is in the
-job's folder (`slurm_folder`).
+job's folder (`folder`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taskgraph.clusters.slurm.folder import Folder
-from taskgraph.clusters.slurm.resources import UNQUOTED, Resources, header_value, limit_s
+from taskgraph.clusters.slurm.resources import UNQUOTED, Resources, check_header_value, parse_time_limit_s
 from taskgraph.errors import JobError
 
-__all__ = ["AGAIN", "Element", "array_words", "checked_patch", "script"]
+__all__ = ["AGAIN", "Element", "array_words", "script", "split_patch"]
 
 AGAIN = 75
 """The exit code of a node that left while the job goes on (EX_TEMPFAIL)."""
@@ -60,14 +60,18 @@ class Element:
 
 
 def array_words(first: int, count: int, partition: str = "") -> list[str]:
-    """Returns the options of sbatch for an array of elements, in another partition than the script says if named."""
+    """Returns the options of sbatch for an array of `count` elements from number `first` on.
+
+    Args:
+        partition: the array's partition; "": that of the script.
+    """
     last = first + count - 1
     words = [f"--array={first}-{last}" if count > 1 else f"--array={first}"]
-    return [*words, f"--partition={header_value('partition', partition)}"] if partition else words
+    return [*words, f"--partition={check_header_value('partition', partition)}"] if partition else words
 
 
-def checked_patch(text: str) -> tuple[list[str], list[str]]:
-    """Splits a patch file: options for the header (lines of #SBATCH), and shell lines to run before the node.
+def split_patch(text: str) -> tuple[list[str], list[str]]:
+    """Splits a patch file into options for the header (its lines of #SBATCH) and shell lines to run before the node.
 
     Raises:
         JobError: an option that would break what taskgraph relies on.
@@ -97,9 +101,9 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
     Raises:
         JobError: a value that cannot be written into it.
     """
-    more, before = checked_patch(patch)
+    more, before = split_patch(patch)
     notice_s = round(element.drain_s) + _MARGIN_S
-    if resources.time and 0 < limit_s(resources.time) <= notice_s:
+    if resources.time and 0 < parse_time_limit_s(resources.time) <= notice_s:
         raise JobError(
             f"--time {resources.time}: elements get SIGTERM {notice_s} s before their end (drain_s and {_MARGIN_S} s), "
             f"and so would leave as soon as they start: give more time, or a smaller drain_s (--set drain_s=10)"
@@ -109,8 +113,8 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
         *array_words(0, nodes),
         "--nodes=1 --ntasks=1",
         *resources.lines(),
-        f"--chdir={_header_path(element.directory)}",
-        f"--output={_header_path(element.folder.logs).replace('%', '%%')}/%a.log --open-mode=append",
+        f"--chdir={_quote_header_path(element.directory)}",
+        f"--output={_quote_header_path(element.folder.logs).replace('%', '%%')}/%a.log --open-mode=append",
         "--requeue",
         f"--signal=TERM@{notice_s}",
         *more,
@@ -124,17 +128,17 @@ def script(element: Element, resources: Resources, nodes: int, patch: str = "") 
                 folder=shlex.quote(str(element.folder.path)),
                 python=shlex.quote(element.python),
                 access="".join(
-                    f"export TASKGRAPH_{name}={_in_folder(element.folder, value)}\n"
+                    f"export TASKGRAPH_{name}={_quote_in_folder(element.folder, value)}\n"
                     for name, value in element.access.items()
                 ),
             ),
             *(("", *before) if before else ()),
             _FUNCTION.format(again=AGAIN),
-            _first(element),
+            _companion_lines(element),
             _NODE.format(
                 cpus=f" --cpus-per-task={resources.cpus}" if resources.cpus else "",
                 job=shlex.quote(element.job),
-                listen=_shell_text(element.listen),
+                listen=_check_listen(element.listen),
                 words="".join(f" {shlex.quote(word)}" for word in element.node),
                 again=AGAIN,
             ),
@@ -209,23 +213,23 @@ done
 """
 
 
-def _first(element: Element) -> str:
+def _companion_lines(element: Element) -> str:
     return _FIRST.format(
         what="runs the job's etcd, submits the job" if element.own_etcd else "submits the job",
-        own=f' --own-etcd "{_shell_text(element.listen)}"' if element.own_etcd else "",
+        own=f' --own-etcd "{_check_listen(element.listen)}"' if element.own_etcd else "",
         forget=_FORGET if element.own_etcd else "",
-        words=_continued(element.submit, "            "),
+        words=_join_words(element.submit, "            "),
     )
 
 
-def _in_folder(folder: Folder, value: str) -> str:
-    """Quotes a value for the shell, in which paths of the job's folder begin with its variable."""
+def _quote_in_folder(folder: Folder, value: str) -> str:
+    """Quotes a value for the shell. A path in the job's folder begins with `"$folder"`."""
     before, there, rest = value.partition(f"{folder.path}/")
     return f'{shlex.quote(before) if before else ""}"$folder"/{shlex.quote(rest)}' if there else shlex.quote(value)
 
 
-def _continued(words: Sequence[str], indent: str) -> str:
-    """Joins quoted words to lines. An option and its value stay together."""
+def _join_words(words: Sequence[str], indent: str) -> str:
+    """Quotes words and joins them to continued lines. An option and its value stay on one line."""
     parts: list[str] = []
     for word in words:
         if parts and parts[-1].startswith("--") and " " not in parts[-1] and not word.startswith("-"):
@@ -241,7 +245,7 @@ def _continued(words: Sequence[str], indent: str) -> str:
     return f" \\\n{indent}".join(lines)
 
 
-def _header_path(path: Path) -> str:
+def _quote_header_path(path: Path) -> str:
     """Quotes a path for a line of #SBATCH, where `#` begins a comment."""
     text = str(path)
     if not UNQUOTED.isdisjoint(text) or "," in text:
@@ -249,7 +253,7 @@ def _header_path(path: Path) -> str:
     return text if _PLAIN.fullmatch(text) else f'"{text}"'
 
 
-def _shell_text(text: str) -> str:
+def _check_listen(text: str) -> str:
     if not text or '"' in text or "\n" in text:
         raise JobError(f"--listen {text!r}: write a name or address, or '$(command)', without double quotes")
     return text

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 __all__ = [
     "QUEUE_FORMAT",
-    "Seen",
+    "QueuedElement",
     "departures",
     "machine_of",
     "parse_queue",
-    "surplus",
+    "surplus_elements",
     "waiting_lines",
     "why_ended",
     "why_left",
@@ -54,8 +54,8 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Seen:
-    """One element in the queue.
+class QueuedElement:
+    """An element of an array job, as Slurm's queue shows it.
 
     Attributes:
         array: the id of its array job.
@@ -84,16 +84,18 @@ class Seen:
         return self.state in _ENDING
 
 
-def parse_queue(text: str) -> list[Seen]:
+def parse_queue(text: str) -> list[QueuedElement]:
     """Parses the lines of `squeue -h -r -o QUEUE_FORMAT`; other lines are passed over."""
     found = (_LINE.fullmatch(line.strip()) for line in text.splitlines())
     return sorted(
-        Seen(int(match[1]), int(match[2]), match[3], match[4], match[5]) for match in found if match is not None
+        QueuedElement(int(match[1]), int(match[2]), match[3], match[4], match[5])
+        for match in found
+        if match is not None
     )
 
 
-def surplus(elements: Sequence[Seen], nodes: int) -> list[Seen]:
-    """Returns the elements that go if `nodes` are to stay: those that wait, then the newest.
+def surplus_elements(elements: Sequence[QueuedElement], nodes: int) -> list[QueuedElement]:
+    """Returns the elements to end so that `nodes` stay: those that wait first, then the newest.
 
     Element 0, which keeps the job, goes last, also while it waits for a machine.
     """
@@ -101,7 +103,7 @@ def surplus(elements: Sequence[Seen], nodes: int) -> list[Seen]:
     return ordered[: max(0, len(elements) - nodes)]
 
 
-def waiting_lines(elements: Iterable[Seen]) -> list[str]:
+def waiting_lines(elements: Iterable[QueuedElement]) -> list[str]:
     """Returns a line for each reason why elements do not run."""
     by_reason: dict[str, list[int]] = {}
     for each in elements:
@@ -126,8 +128,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
-def departures(before: Iterable[Seen], now: Iterable[Seen]) -> list[Seen]:
-    """Returns the elements that ran before, and do not run now, or run on another machine. Those that end still run."""
+def departures(before: Iterable[QueuedElement], now: Iterable[QueuedElement]) -> list[QueuedElement]:
+    """Returns the elements that ran before, and now do not, or on another machine. Ending elements still run."""
     there = {each.name: each for each in now if each.running or each.ending}
     gone = []
     for each in before:
@@ -137,12 +139,12 @@ def departures(before: Iterable[Seen], now: Iterable[Seen]) -> list[Seen]:
     return gone
 
 
-def _words(job: str) -> Mapping[str, str]:
+def _parse_words(job: str) -> Mapping[str, str]:
     """Parses the words `Name=value` of `scontrol --oneliner show job`."""
     return dict(word.split("=", 1) for word in job.split() if "=" in word)
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     """Parses `days-hours:minutes:seconds`; infinity if it is no time."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if match is None:
@@ -152,8 +154,8 @@ def _seconds(text: str) -> float:
 
 
 def machine_of(job: str) -> str:
-    """Returns the machine of an element, from the words of `scontrol`; "": none is named."""
-    return _words(job).get("NodeList", "").replace("(null)", "")
+    """Returns the machine of an element, from what `scontrol show job` said of it; "": none is named."""
+    return _parse_words(job).get("NodeList", "").replace("(null)", "")
 
 
 def why_left(job: str, notice_s: float) -> tuple[str, str]:
@@ -163,15 +165,15 @@ def why_left(job: str, notice_s: float) -> tuple[str, str]:
         job: what `scontrol --oneliner show job` said of it when it left.
         notice_s: how long before the end of its time it gets SIGTERM.
     """
-    words = _words(job)
+    words = _parse_words(job)
     if words.get("JobState") in ("CANCELLED", "COMPLETING"):
         return _STATES["CANCELLED"]
     if words.get("Requeue") == "0":
         return "scaled", "the job is to have fewer nodes"
     if words.get("PreemptTime", "None") not in ("None", "N/A", "Unknown"):
         return _STATES["PREEMPTED"]
-    limit_s = _seconds(words.get("TimeLimit", ""))
-    if _seconds(words.get("RunTime", "")) + notice_s + _EARLIER_S >= limit_s:
+    limit_s = _parse_seconds(words.get("TimeLimit", ""))
+    if _parse_seconds(words.get("RunTime", "")) + notice_s + _EARLIER_S >= limit_s:
         return _STATES["TIMEOUT"]
     return "signalled", "it got SIGTERM"
 
@@ -181,12 +183,12 @@ _EARLIER_S = 60.0
 
 
 def why_ended(job: str, *, machine_is_down: bool) -> tuple[str, str]:
-    """Returns why an element ended without a word of its own, as kind and text of an event.
+    """Returns why an element ended that left no file of its own in `left/`, as kind and text of an event.
 
     Args:
         job: what `scontrol --oneliner show job` says of it now; "": nothing.
     """
-    state = _words(job).get("JobState", "")
+    state = _parse_words(job).get("JobState", "")
     if state in _STATES:
         return _STATES[state]
     if machine_is_down:

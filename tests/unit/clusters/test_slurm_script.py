@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.clusters.slurm.commands import queue, slurm
+from taskgraph.clusters.slurm.commands import queued_elements, run_slurm
 from taskgraph.clusters.slurm.folder import Folder
 from taskgraph.clusters.slurm.resources import Resources
 from taskgraph.clusters.slurm.script import Element, array_words, script
-from taskgraph.clusters.slurm.state import Seen, departures, parse_queue, surplus, waiting_lines, why_ended, why_left
+from taskgraph.clusters.slurm.state import (
+    QueuedElement,
+    departures,
+    parse_queue,
+    surplus_elements,
+    waiting_lines,
+    why_ended,
+    why_left,
+)
 from taskgraph.errors import JobError, TransportError
 
 JOB = "JobId=9 ArrayJobId=7 JobState={state} Requeue={requeue} RunTime={ran} TimeLimit={limit} PreemptTime={preempted} "
@@ -220,9 +228,12 @@ def test_lines_of_the_queue() -> None:
 
 
 def test_first_element_stays_even_while_it_waits() -> None:
-    elements = [Seen(7, 0, "PENDING", "Resources", ""), *(Seen(7, n, "RUNNING", "None", f"m{n}") for n in (1, 2))]
-    elements.append(Seen(8, 3, "PENDING", "Resources", ""))
-    assert [[each.number for each in surplus(elements, nodes)] for nodes in (4, 3, 2, 1)] == [
+    elements = [
+        QueuedElement(7, 0, "PENDING", "Resources", ""),
+        *(QueuedElement(7, n, "RUNNING", "None", f"m{n}") for n in (1, 2)),
+    ]
+    elements.append(QueuedElement(8, 3, "PENDING", "Resources", ""))
+    assert [[each.number for each in surplus_elements(elements, nodes)] for nodes in (4, 3, 2, 1)] == [
         [],
         [3],
         [3, 2],
@@ -231,12 +242,12 @@ def test_first_element_stays_even_while_it_waits() -> None:
 
 
 def test_element_that_moved_has_left_its_machine() -> None:
-    before = [Seen(7, number, "RUNNING", "None", f"m{number}") for number in range(4)]
+    before = [QueuedElement(7, number, "RUNNING", "None", f"m{number}") for number in range(4)]
     now = [
         before[0],
-        Seen(7, 1, "PENDING", "BeginTime", ""),
-        Seen(7, 2, "RUNNING", "None", "m9"),
-        Seen(7, 3, "COMPLETING", "None", "m3"),
+        QueuedElement(7, 1, "PENDING", "BeginTime", ""),
+        QueuedElement(7, 2, "RUNNING", "None", "m9"),
+        QueuedElement(7, 3, "COMPLETING", "None", "m3"),
     ]
     assert [gone.number for gone in departures(before, now)] == [1, 2]
     assert [gone.number for gone in departures(now, [])] == [0, 2, 3]
@@ -273,22 +284,22 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 async def test_busy_controller_is_asked_again(host: Host, tmp_path: Path) -> None:
     busy = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
     host.command("squeue", f"mkdir {tmp_path}/asked 2>/dev/null && {{ {busy}; }}; echo '7_0|RUNNING|None|m1'")
-    assert [each.name for each in await queue([7])] == ["7_0"]
+    assert [each.name for each in await queued_elements([7])] == ["7_0"]
 
 
 async def test_submission_that_may_have_happened_is_not_repeated(host: Host) -> None:
     host.command("sbatch", "echo 'error: Socket timed out on send/recv operation' >&2; exit 1")
     with pytest.raises(TransportError, match="squeue --me"):
-        await slurm("sbatch", "x", again=False)
+        await run_slurm("sbatch", "x", again=False)
     assert len(host.called("sbatch")) == 1
 
 
 async def test_job_that_slurm_has_forgotten_has_no_elements(host: Host) -> None:
     host.command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert await queue([7]) == []
+    assert await queued_elements([7]) == []
 
 
 async def test_host_without_slurm_says_where_to_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(JobError, match="login node"):
-        await slurm("sbatch", "x")
+        await run_slurm("sbatch", "x")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from taskgraph.clusters.kubernetes.pod_history import PodHistory
-from taskgraph.clusters.kubernetes.why_gone import restarted, waiting_reason, why_gone
+from taskgraph.clusters.kubernetes.why_gone import why_gone, why_restarted, why_waiting
 
 DELETED = "2026-11-02T10:00:00Z"
 
@@ -101,51 +101,53 @@ def test_a_pod_that_goes_on_has_not_gone() -> None:
 
 
 def test_a_container_that_is_started_again_says_why() -> None:
-    seen = restarted(pod({"phase": "Running"}), pod(RESTARTED))
+    seen = why_restarted(pod({"phase": "Running"}), pod(RESTARTED))
     assert seen is not None
     assert seen.kind == "oom"
     assert "started again" in seen.text
-    assert restarted(pod(RESTARTED), pod(RESTARTED)) is None
+    assert why_restarted(pod(RESTARTED), pod(RESTARTED)) is None
 
 
 def test_a_container_that_prepared_the_pod_is_no_reason() -> None:
     done = {"initContainerStatuses": [{"name": "prepare", "state": {"terminated": {"exitCode": 0}}}]}
     gone = why_gone(pod({**done, **ended(1)}))
     assert gone is not None and gone.kind == "crashed"
-    seen = restarted(pod({**done, "phase": "Running"}), pod({**done, **RESTARTED}))
+    seen = why_restarted(pod({**done, "phase": "Running"}), pod({**done, **RESTARTED}))
     assert seen is not None and seen.kind == "oom"
 
 
 def test_why_a_pod_does_not_run() -> None:
-    seen = waiting_reason(pod(UNSCHEDULABLE))
+    seen = why_waiting(pod(UNSCHEDULABLE))
     assert seen is not None
     assert (seen.kind, "4 Insufficient cpu" in seen.text) == ("unschedulable", True)
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "fit:2"'}}
-    seen = waiting_reason(pod({"phase": "Pending", "containerStatuses": [{"name": "node", "state": waiting}]}))
+    seen = why_waiting(pod({"phase": "Pending", "containerStatuses": [{"name": "node", "state": waiting}]}))
     assert seen is not None
     assert seen.text == 'does not start: ImagePullBackOff: Back-off pulling image "fit:2"'
     starting = {"waiting": {"reason": "ContainerCreating"}}
-    assert waiting_reason(pod({"phase": "Pending", "containerStatuses": [{"state": starting}]})) is None
+    assert why_waiting(pod({"phase": "Pending", "containerStatuses": [{"state": starting}]})) is None
 
 
 def test_history_says_each_thing_once() -> None:
     history = PodHistory()
-    assert [seen.kind for _, seen in history.listed([pod(UNSCHEDULABLE)])] == ["unschedulable"]
-    assert history.changed("MODIFIED", pod(UNSCHEDULABLE)) == []
+    assert [seen.kind for _, seen in history.take_list([pod(UNSCHEDULABLE)])] == ["unschedulable"]
+    assert history.take_change("MODIFIED", pod(UNSCHEDULABLE)) == []
     preempted = pod(disruption("PreemptionByScheduler"))
-    assert [(name, seen.kind) for name, seen in history.changed("MODIFIED", preempted)] == [("fit-1", "preempted")]
-    assert history.changed("MODIFIED", pod(ended(143), deleted=True)) == []
-    assert history.changed("DELETED", pod(ended(143), deleted=True)) == []
+    assert [(name, seen.kind) for name, seen in history.take_change("MODIFIED", preempted)] == [("fit-1", "preempted")]
+    assert history.take_change("MODIFIED", pod(ended(143), deleted=True)) == []
+    assert history.take_change("DELETED", pod(ended(143), deleted=True)) == []
 
 
 def test_history_notices_pods_that_went_while_nobody_watched() -> None:
     history = PodHistory()
-    history.listed([pod({"phase": "Running"}, uid="1"), pod({"phase": "Running"}, uid="2")])
-    assert [name for name, _ in history.listed([pod({"phase": "Running"}, uid="2")])] == ["fit-1"]
+    history.take_list([pod({"phase": "Running"}, uid="1"), pod({"phase": "Running"}, uid="2")])
+    assert [name for name, _ in history.take_list([pod({"phase": "Running"}, uid="2")])] == ["fit-1"]
 
 
 def test_history_begins_now() -> None:
     history = PodHistory()
-    assert history.listed([pod(ended(137), uid="old")]) == []
-    assert history.changed("DELETED", pod(ended(137), uid="old")) == []
-    assert [seen.kind for _, seen in history.changed("DELETED", pod({"phase": "Running"}, uid="new"))] == ["deleted"]
+    assert history.take_list([pod(ended(137), uid="old")]) == []
+    assert history.take_change("DELETED", pod(ended(137), uid="old")) == []
+    assert [seen.kind for _, seen in history.take_change("DELETED", pod({"phase": "Running"}, uid="new"))] == [
+        "deleted"
+    ]

@@ -12,7 +12,7 @@ from commands_kit import ETCD, in_memory, options
 from taskgraph import cli
 from taskgraph.clusters.api import Request
 from taskgraph.clusters.local import LocalLauncher
-from taskgraph.clusters.placed import Placed, find_placed, forget_placed, keep_placed, placed_names
+from taskgraph.clusters.placed import PlacedJob, find_placed, forget_placed, keep_placed, placed_names
 from taskgraph.commands.common import NotSubmitted, find_entry, reach
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
@@ -36,8 +36,8 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def placed(job: str, on: str = "slurm", etcd: str = "etcd1:2379") -> Placed:
-    made = Placed(job=job, on=on, where={"folder": "/srv"}, etcd=etcd, token=TOKEN, node_tls={"ca": "ca.pem"})
+def placed(job: str, on: str = "slurm", etcd: str = "etcd1:2379") -> PlacedJob:
+    made = PlacedJob(job=job, on=on, where={"folder": "/srv"}, etcd=etcd, token=TOKEN, node_tls={"ca": "ca.pem"})
     keep_placed(made)
     return made
 
