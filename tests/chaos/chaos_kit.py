@@ -36,7 +36,7 @@ from taskgraph.results import plain_value
 
 DRIVER = Path(__file__).parent / "drivers" / "ledgered.py"
 NAME = "ledgered"
-LIMIT_S = 60.0
+LIMIT_S = 100.0
 """Nothing here takes longer on a machine that is busy; a run that hangs says what it waits for."""
 _LOOK_S = 2.0
 _AHEAD = 200
@@ -81,7 +81,7 @@ class Calm:
         job = tg.Job(
             tasks=self._options["tasks"], epochs=epochs, builder=Told, topology=module.TOPOLOGY, name=NAME, backups=0
         )
-        self._reports = json.loads(tg.run(job, nodes=0, timeout_s=LIMIT_S).to_json())["reports"]
+        self._reports = json.loads(tg.run(job, nodes=0).to_json())["reports"]
         self._epochs = epochs
 
 
@@ -111,10 +111,13 @@ class Chaos:
     driver = DRIVER
     name = NAME
 
-    def __init__(self, cli: Cli, command: Command, options: dict[str, Any], faults: Path, etcd: str) -> None:
+    def __init__(
+        self, cli: Cli, command: Command, nodes: int, options: dict[str, Any], faults: Path, etcd: str
+    ) -> None:
         self.cli = cli
         self.command = command
         self.options = options
+        self._nodes = nodes
         self._faults = faults
         self._etcd = etcd
         self._keeper: ViewKeeper | None = None
@@ -213,10 +216,10 @@ class Chaos:
         )
 
     async def began(self) -> None:
-        """Waits for the job's first epochs, and begins to follow it."""
+        """Waits for the job's first epochs, with all its nodes, and begins to follow it."""
         await self.command.until("the job began")
         await asyncio.wait_for(self.followed.wait(), LIMIT_S)
-        await self.settled()
+        await self.settled(self._nodes)
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -226,6 +229,10 @@ class Chaos:
             (self._faults / f".{name}").touch()
         for name in names:
             (self._faults / f".{name}").rename(self._faults / name)
+
+    def release(self, name: str) -> None:
+        """Ends a hold."""
+        (self._faults / name).unlink()
 
     async def injected(self, limit_s: float = LIMIT_S) -> None:
         """Waits until every fault that was put has happened."""
@@ -340,7 +347,8 @@ async def chaos(
             python=python,
             **{VARIABLE: str(faults), **(env or {})},
         )
-        job = kind(cli, command, options, faults, seen_etcd or etcd)
+        nodes = int(arguments[arguments.index("--nodes") + 1])
+        job = kind(cli, command, nodes, options, faults, seen_etcd or etcd)
         try:
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(_followed(job))

@@ -18,7 +18,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.public import keeping_options
 from taskgraph.errors import Unavailable
 
-_LIMIT_S = 30.0
+_LIMIT_S = 100.0
 
 
 class Etcds:

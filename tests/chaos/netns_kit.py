@@ -47,7 +47,7 @@ async def _sh(script: str) -> None:
 
 
 def _listed(*command: str) -> list[str]:
-    return subprocess.run(["ip", *command], check=True, capture_output=True, text=True, timeout=10).stdout.splitlines()
+    return subprocess.run(["ip", *command], check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
 
 
 def _of_the_dead(names: list[str]) -> list[str]:
@@ -61,9 +61,9 @@ def remove_left() -> None:
     links = [line.split()[0].partition("@")[0] for line in _listed("-br", "link", "show", "type", "veth")]
     spaces = [line.split()[0] for line in _listed("netns", "list")]
     for name in _of_the_dead(links):
-        subprocess.run(["ip", "link", "del", name], check=False, timeout=10)
+        subprocess.run(["ip", "link", "del", name], check=False, timeout=60)
     for name in _of_the_dead(spaces):
-        subprocess.run(["ip", "netns", "del", name], check=False, timeout=10)
+        subprocess.run(["ip", "netns", "del", name], check=False, timeout=60)
 
 
 def _free_block() -> ipaddress.IPv4Network:
@@ -148,12 +148,12 @@ class Network:
             for a, b in ways
         ]
         for rule in rules[: len(ways)]:
-            subprocess.run(rule, check=True, timeout=10)
+            subprocess.run(rule, check=True, timeout=60)
         try:
             yield
         finally:
             for rule in rules[len(ways) :]:
-                subprocess.run(rule, check=True, timeout=10)
+                subprocess.run(rule, check=True, timeout=60)
 
 
 def both(a: int, b: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 SHIM = Path(__file__).parent / "shim"
 _CHUNK = 1 << 16
-_CONNECT_S = 30.0
+_CONNECT_S = 100.0
 
 
 class Proxy:

@@ -9,7 +9,7 @@ import signal
 import pytest
 from chaos_kit import LIMIT_S, NAME, chaos
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def all_said(out: str) -> bool:
@@ -22,7 +22,7 @@ def all_said(out: str) -> bool:
 async def test_chaos_hits_a_running_job_and_says_what_followed() -> None:
     async with chaos("--nodes", "5") as job:
         await job.began()
-        mischief = await job.cli.start("chaos", NAME, "--mtbf", "0.3", "--seed", "7", "--for-s", "60")
+        mischief = await job.cli.start("chaos", NAME, "--mtbf", "0.3", "--seed", "7", "--for-s", "600")
         async with asyncio.timeout(LIMIT_S):
             while not all_said("".join(mischief.out)):
                 await mischief.until("", out=True)
@@ -42,5 +42,6 @@ async def test_a_signal_ends_it_and_wakes_whom_it_stopped(number: signal.Signals
         await mischief.until("SIGSTOP to", out=True)
         mischief.process.send_signal(number)
         done = await mischief.done()
-        assert done.code == 0 and "faults: 1 stop" in done.out, done.out + done.err
+        stops = done.out.count("SIGSTOP to")  # perhaps another one before the signal came
+        assert done.code == 0 and f"faults: {stops} stop" in done.out, done.out + done.err
         await job.finishes()

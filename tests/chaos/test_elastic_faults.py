@@ -17,7 +17,7 @@ from taskgraph.driver.loading import load_driver
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ETCD = 9
 ROWS, BATCH = 120, 40

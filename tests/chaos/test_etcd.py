@@ -9,7 +9,7 @@ import pytest
 from chaos_kit import chaos, kill
 from etcds_kit import etcds
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 async def test_etcd_is_killed_and_comes_back_and_is_frozen_while_a_primary_dies(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from chaos_kit import chaos, frozen, kill
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def said(folder: Path) -> set[str]:

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from chaos_kit import chaos, kill
+from chaos_kit import LIMIT_S, chaos, kill
 from etcds_kit import etcds
 from proxy_kit import proxy_to, switchboard
 
 from taskgraph.transport.frames import HEAD_BYTES, MAGIC, PROTOCOL_VERSION, Kind
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FRAME = MAGIC + bytes((PROTOCOL_VERSION,))
 SUM = b"\xc4\x10"
@@ -47,9 +47,9 @@ async def test_connections_between_nodes_are_reset_slow_and_stalled() -> None:
         chaos("--nodes", "4", "--listen", "127.0.0.1", env=board.environment, ballast=20_000) as job,
     ):
         await job.began()
-        await job.until_epoch(5)
-        between = sorted(board.proxies, key=lambda proxy: proxy.passed)[-4:]  # the others are of control services
-        assert between[0].passed > 300_000, "all that nodes say to each other passes here"
+        async with asyncio.timeout(LIMIT_S):  # all that nodes say to each other passes here
+            while len(between := [proxy for proxy in board.proxies if proxy.passed > 300_000]) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         for _ in range(5):
             assert sum(proxy.reset() for proxy in between) > 0
             await job.until_epoch(job.epoch + 3)
@@ -94,7 +94,7 @@ async def test_bits_of_heads_and_headers_are_damaged_on_their_way() -> None:
             damaged.clear()
             for proxy in board.proxies:
                 proxy.damage = partial(damage, what)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT_S):
                 while not damaged:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             await job.until_epoch(job.epoch + 3)

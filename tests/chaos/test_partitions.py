@@ -13,7 +13,7 @@ from chaos_kit import chaos
 from etcds_kit import etcds
 from netns_kit import both, network, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ETCD = 9
 

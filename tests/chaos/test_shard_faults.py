@@ -14,7 +14,7 @@ from etcds_kit import etcds
 
 from taskgraph.protocol.view import JobView
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def workers(view: JobView) -> list[str]:
@@ -39,13 +39,13 @@ class Sharded(Chaos):
         done = await self.done(LIMIT_S)
         assert done.code == 0, done.err
         value = json.loads(done.out.splitlines()[-1])["values"]["0"]
-        assert value == [400, 1], "a piece twice in a pass, or missing"
+        assert value == [2 * self.options["pieces"], 1], "a piece twice in a pass, or missing"
 
 
 async def test_senior_worker_dies_while_etcd_is_away(tmp_path: Path) -> None:
     async with (
         etcds(tmp_path) as etcd,
-        chaos("--nodes", "4", kind=Sharded, etcd=etcd.endpoints, pace_s=0.02) as job,
+        chaos("--nodes", "4", kind=Sharded, etcd=etcd.endpoints, pieces=400, pace_s=0.02) as job,
     ):
         await asyncio.wait_for(job.followed.wait(), LIMIT_S)
         await job.of(4)

@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from processes_kit import free_port
+
 T = TypeVar("T")
 
 GRACE_S = 8
 """Slurm kills a preempted element after this time."""
 MACHINES = 8
-LIMIT_S = 30.0
+LIMIT_S = 100.0
+"""Nothing here takes longer on a machine that is busy."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sbatch", "squeue", "scontrol", "scancel")
 
 _CONF = """
@@ -107,7 +110,7 @@ class Slurm:
 
     def _configure(self) -> None:
         host = socket.gethostname()
-        ports = _free_ports(MACHINES + 1)
+        ports = [free_port() for _ in range(MACHINES + 1)]
         lines = [_CONF.format(folder=self.folder, host=host, port=ports[0])]
         for number, port in enumerate(ports[1:], 1):
             (self.folder / "spool" / f"m{number}").mkdir()
@@ -198,11 +201,3 @@ def _descendants(pid: int) -> list[int]:
         children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return [each for child in children for each in (*_descendants(child), child)]
     return []
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]

@@ -76,6 +76,7 @@ async def test_worker_drains(cli: Cli, calm: Any) -> None:
     run = await at_gate(cli, 2)
     assert (await cli("drain", "fit", "--node", "n1")).code == 0
     await run.until("n1 leaves")
+    be_quick(cli)
     cli.open()
     assert await value_of(run) == calm
     await cli.nothing_left()
@@ -118,6 +119,7 @@ async def test_trace_shows_steps_and_a_death(cli: Cli) -> None:
     tracing = await cli.start("trace", "fit", "--steps", "8", "-o", "t.json")
     await tracing.until("tracing steps 6 to 13 on 2 nodes")
     assert (await cli("kill", "fit", "--node", "n2")).code == 0
+    be_quick(cli)
     cli.open()
     done = await tracing.done()
     assert done.code == 0 and "t.json: steps 6 to 13, of job fit: " in done.out, done.err
@@ -144,6 +146,7 @@ async def test_commands_that_look(cli: Cli) -> None:
     assert refused.code == 2 and "the workers of an elastic job have no tasks" in refused.err
     refused = await cli("kill", "fit", "--task", "0")
     assert refused.code == 2 and "give --node NAME" in refused.err
+    be_quick(cli)
     cli.open()
     assert (await run.done(60.0)).code == 0
     printed = await cli("result", "fit", "--json")

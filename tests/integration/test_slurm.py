@@ -19,13 +19,12 @@ from slurm_kit import GRACE_S, Slurm, why_not
 from taskgraph.cli import main
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"), pytest.mark.timeout(600)]
 
 DRIVERS = Path(__file__).parent / "drivers"
-GRAPH = (str(DRIVERS / "steady.py"), "-o", "epochs=150", "-o", "pace_s=0.4")
+GRAPH = str(DRIVERS / "steady.py")
+PACED = (GRAPH, "-o", "epochs=1000000", "-o", "pace_s=0.4")
 ELASTIC = (str(DRIVERS / "elastic_fit.py"), "-o", "passes=90", "-o", "pause_s=0.1")
-BACK_S = 100.0
-"""Slurm starts preempted elements again within 20 s or so, and later on a busy machine."""
 PREEMPTIBLE = ("--partition", "core", "--nodes", "1", "--extra-priority", "low", "--extra-nodes")
 
 
@@ -51,12 +50,13 @@ class Site:
         return complaint.getvalue() if fails else out.getvalue()
 
     def submit(self, name: str, *words: str) -> None:
-        """Submits a job whose nodes leave within Slurm's grace time, and which hurries once `let_finish` was called."""
+        """Submits a job whose nodes leave within Slurm's grace time, and which lasts until its end is asked for."""
+        finish = "finish" if GRAPH in words else "hurry"
         self.call(
             "submit",
             *words,
             "-o",
-            f"hurry={self.folder}/{name}.hurry",
+            f"{finish}={self.folder}/{name}.finish",
             "--set",
             f"drain_s={GRACE_S - 3}",
             "--name",
@@ -67,16 +67,15 @@ class Site:
             "127.0.0.1",
         )
 
-    def let_finish(self, name: str) -> Any:
-        """Lets a job compute as fast as it can; returns its values."""
-        (self.folder / f"{name}.hurry").touch()
+    def finishes(self, name: str) -> None:
+        """Lets a job finish. It has the values of one without faults, in one process."""
+        (self.folder / f"{name}.finish").touch()
         self.slurm.until((self.folder / f"{name}.taskgraph" / "ended").exists, bool)
-        return self.values(name)
-
-    def alone(self, *words: str) -> Any:
-        """Returns the values of a job that runs without faults, in one process."""
-        hurry = ("-o", f"hurry={self.folder}", "--nodes", "0", "--json", "--name", "alone")
-        return json.loads(self.call("run", *words, *hurry).splitlines()[-1])["values"]
+        result = json.loads(self.call("result", name, "--json"))
+        graph = (GRAPH, "-o", f"epochs={result['epochs']}", "-o", "pace_s=0")
+        job = (*ELASTIC, "-o", f"hurry={self.folder}") if name == "elastic" else graph
+        alone = self.call("run", *job, "--nodes", "0", "--json", "--name", "alone")
+        assert result["values"] == json.loads(alone.splitlines()[-1])["values"]
 
     def status(self, name: str) -> dict[str, Any]:
         """Returns what `status --json` says; {}: the job is not there yet, or its etcd is not."""
@@ -92,8 +91,8 @@ class Site:
         path.write_text("".join(f"{line}\n" for line in lines))
         return str(path)
 
-    def until(self, name: str, fits: Callable[[dict[str, Any]], object], limit_s: float = 40.0) -> dict[str, Any]:
-        return self.slurm.until(lambda: self.status(name), fits, limit_s)
+    def until(self, name: str, fits: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        return self.slurm.until(lambda: self.status(name), fits)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.call("events", name, "--json").splitlines()]
@@ -123,7 +122,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             made = Site(slurm, tmp_path_factory.mktemp("50% of #3"), Path(runtime))
             kept = (made.folder / "checkpoints").as_uri()  # waits for Slurm, while other tests run
             one = ("--time", "1", "--partition", "core", "--nodes", "1", "--insecure-listen")
-            made.submit("timed", *GRAPH, "-o", f"checkpoint={kept}", *one)
+            made.submit("timed", *PACED, "-o", f"checkpoint={kept}", *one)
             yield made
         finally:
             slurm.stop()
@@ -141,30 +140,32 @@ def with_nodes(count: int) -> Callable[[dict[str, Any]], bool]:
 def lost_at(site: Site) -> int:
     """Kills the machine of a job's first element, which has its etcd; returns the job's epoch before."""
     alone = site.patch("#SBATCH --exclusive")
-    site.submit("lost", *GRAPH, "--nodes", "2", "--partition", "spare", "--patch", alone)
+    site.submit("lost", *PACED, "--nodes", "2", "--partition", "spare", "--patch", alone)
     before: int = site.until("lost", with_nodes(2))["epoch"]
     site.slurm.kill_machine(site.slurm.machine("lost", 0))
     return before
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("lost_at")  # Slurm takes its time for that, too
 def test_preempted_jobs_shrink_and_grow_and_compute_the_same(site: Site, embedded_etcd: EmbeddedEtcd) -> None:
     slurm = site.slurm
-    site.submit("graph", *GRAPH, *PREEMPTIBLE, "2")
+    site.submit("graph", *PACED, *PREEMPTIBLE, "2")
     given = ("--etcd", embedded_etcd.endpoint, "--insecure-listen")
     site.submit("elastic", *ELASTIC, *given, *PREEMPTIBLE, "1")
     site.until("graph", with_nodes(3))
     site.until("elastic", with_nodes(2))
 
-    # A job of higher priority takes all machines of the extra nodes.
-    slurm.run("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    # A job of higher priority takes all machines of the extra nodes, and keeps them until the file is there.
+    over = slurm.folder / "over"
+    script = f"until [ -e {over} ]; do sleep 0.2; done"
+    slurm.run("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", script)
     at = site.until("graph", with_nodes(1))["epoch"]
     site.until("graph", lambda status: status["epoch"] > at + 2)
     site.until("elastic", with_nodes(1))
-    site.until("graph", with_nodes(3), BACK_S)
-    site.until("elastic", with_nodes(2), BACK_S)
-    assert site.let_finish("elastic") == site.alone(*ELASTIC)
+    over.touch()
+    site.until("graph", with_nodes(3))
+    site.until("elastic", with_nodes(2))
+    site.finishes("elastic")
 
     # The user changes their number.
     assert "1 more" in site.call("scale", "graph", "4")
@@ -174,10 +175,10 @@ def test_preempted_jobs_shrink_and_grow_and_compute_the_same(site: Site, embedde
     slurm.until(partial(slurm.elements, "graph"), lambda there: there == {"0": "RUNNING", "2": "RUNNING"})
     assert "shutdown" in site.call("scale", "graph", "0", fails=True)
     assert "taskgraph.events" in site.call("logs", "graph", "--node", "0.0")
-    assert "runs already" in site.call("submit", *GRAPH, "--name", "graph", "--on", "slurm", fails=True)
+    assert "runs already" in site.call("submit", *PACED, "--name", "graph", "--on", "slurm", fails=True)
     slurm.until(partial(site.kinds, "graph"), lambda kinds: kinds == {"preempted", "scaled", "cancelled"})
 
-    assert site.let_finish("graph") == site.alone(*GRAPH)
+    site.finishes("graph")
     for name in ("graph", "elastic"):
         assert "rolled back" not in {event["kind"] for event in site.events(name)}
         assert "preempted" in site.kinds(name)
@@ -191,15 +192,15 @@ def test_job_outlives_the_machine_of_its_etcd(site: Site, lost_at: int) -> None:
     status = site.until("lost", lambda status: "0.1" in names(status))
     assert status["epoch"] >= lost_at
     site.slurm.until(partial(site.kinds, "lost"), bool)
-    assert site.let_finish("lost") == site.alone(*GRAPH)
+    site.finishes("lost")
     assert "rolled back" not in {event["kind"] for event in site.events("lost")}
 
 
 def test_job_outlives_its_time_limit(site: Site) -> None:
     """Its only node is queued again half a minute after its start, and goes on from the checkpoint."""
     slurm = site.slurm
-    slurm.until(partial(site.kinds, "timed"), lambda kinds: "timeout" in kinds, 60.0)
-    assert site.let_finish("timed") == site.alone(*GRAPH)
+    slurm.until(partial(site.kinds, "timed"), lambda kinds: "timeout" in kinds)
+    site.finishes("timed")
     values = site.values("timed")
     for _ in range(2):  # the second one finds nothing to do
         site.call("shutdown", "timed")
@@ -209,8 +210,8 @@ def test_job_outlives_its_time_limit(site: Site) -> None:
 
 
 def test_shutdown_leaves_nothing_in_the_queue(site: Site) -> None:
-    site.call("run", *GRAPH, "-o", f"hurry={site.folder}", "--nodes", "1", "--name", "early")  # a trial before
-    site.submit("early", *GRAPH, "--nodes", "9")
+    site.call("run", *PACED, "-o", f"finish={site.folder}", "--nodes", "1", "--name", "early")  # a trial before
+    site.submit("early", *PACED, "--nodes", "9")
     assert site.slurm.elements("early")
     assert not site.status("early") or site.status("early")["state"] == "running", "not what is known of the trial"
     assert "has ended" not in site.call("kill", "early", "--node", "none", fails=True)

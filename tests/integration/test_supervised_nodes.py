@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 HOSTS = Path(__file__).parent / "hosts"
 ELASTIC = DRIVER.with_name("elastic_fit.py")
 LEFT = 75
+LIMIT_S = 100.0
 
 
 def on_host(name: str) -> dict[str, str]:
@@ -36,6 +38,11 @@ async def submit(cli: Cli, name: str, driver: Path, *options: str) -> None:
     assert done.code == 0, done.err
 
 
+def until_finish(cli: Cli) -> tuple[str, ...]:
+    """Options of a job that lasts until a node has left it."""
+    return "epochs=1000000", f"finish={cli.root / 'finish'}"
+
+
 async def nodes_of(cli: Cli, job: str) -> dict[str, dict[str, object]]:
     found = json.loads((await cli("status", job, "--json")).out)
     return {node["name"]: node for node in found["nodes"]}
@@ -46,7 +53,7 @@ async def test_certificates_with_a_fixed_name(cli: Cli, submitted: tuple[str, ..
     (cli.cwd / "tls").mkdir()
     for name, content in job_certificates("fit").items():
         (cli.cwd / "tls" / name).write_bytes(content)
-    await submit(cli, "tls-name", DRIVER, "pause_at=2", f"gate={cli.gate}", "min_nodes=2")
+    await submit(cli, "tls-name", DRIVER, "pause_at=2", f"gate={cli.gate}", "min_nodes=2", *until_finish(cli))
     tls = ("--tls", "tls", "--tls-name", "fit")
     listen = ("node", "--job", "tls-name", *submitted, "--listen", "127.0.0.1", "--advertise", "localhost")
 
@@ -57,9 +64,11 @@ async def test_certificates_with_a_fixed_name(cli: Cli, submitted: tuple[str, ..
 
     one, two = [await cli.start(*listen, *tls, "--name", name, **on_host(name)) for name in ("one", "two")]
     laptop = {**on_host("laptop"), "TASKGRAPH_TLS": "tls", "TASKGRAPH_TLS_NAME": "fit"}
-    while len((found := json.loads((await cli("status", "tls-name", "--json", **laptop)).out))["nodes"]) < 2:
-        pass
-    assert all("error" not in node for node in found["nodes"]), found
+    found: list[dict[str, object]] = []
+    until = time.monotonic() + LIMIT_S
+    while len(found) < 2 or not all(node["answers"] for node in found):
+        assert time.monotonic() < until, found
+        found = json.loads((await cli("status", "tls-name", "--json", **laptop)).out)["nodes"]
     for name, says in (("other", "does not have the name 'other'"), ("", "does not name that host: give --tls-name")):
         refused = await cli("status", "tls-name", **{**laptop, "TASKGRAPH_TLS_NAME": name})
         assert says in " ".join(refused.out.split()), refused.out
@@ -68,9 +77,11 @@ async def test_certificates_with_a_fixed_name(cli: Cli, submitted: tuple[str, ..
     assert done.code == 0, done.err
     cli.open()
     assert (await two.done()).code == LEFT
+    (cli.root / "finish").touch()
     await cli.once(lambda done: "finished" in done.out, "events", "tls-name")
     result = await cli("result", "tls-name", "--json", **laptop)
-    assert json.loads(result.out)["values"]["0"] == sums(), result.err
+    values = json.loads(result.out)["values"]["0"]
+    assert values == sums(epochs=len(values)), result.err
     assert (await one.done()).code == 0
     await cli.nothing_left()
 
@@ -78,7 +89,7 @@ async def test_certificates_with_a_fixed_name(cli: Cli, submitted: tuple[str, ..
 async def test_ready_file_and_drained_code(cli: Cli, submitted: tuple[str, ...]) -> None:
     setup_gate, ready = cli.root / "setup", [cli.cwd / name for name in ("a.ready", "b.ready")]
     setup_gate.touch()
-    options = ("pause_at=3", f"gate={cli.gate}", f"setup_gate={setup_gate}")
+    options = ("pause_at=3", f"gate={cli.gate}", f"setup_gate={setup_gate}", *until_finish(cli))
     await submit(cli, "ready", DRIVER, *options)
     ready[0].touch()  # a killed node left it
 
@@ -100,17 +111,18 @@ async def test_ready_file_and_drained_code(cli: Cli, submitted: tuple[str, ...])
     assert b.process.returncode is None, "it stays until the epoch at work is committed"
     cli.open()
     assert (await b.done()).code == LEFT
+    (cli.root / "finish").touch()
     await cli.once(lambda done: done.code == 0, "result", "ready")
     assert (await a.done()).code == 0 and not ready[0].exists()
 
 
 async def test_elastic_job(cli: Cli, submitted: tuple[str, ...]) -> None:
     ready = [cli.cwd / name for name in ("a.ready", "b.ready")]
-    await submit(cli, "grows", ELASTIC, f"gate={cli.gate}")
+    await submit(cli, "grows", ELASTIC, f"gate={cli.gate}", "passes=100000")  # until its shutdown
     words = ("node", "--job", "grows", *submitted)
     a = await cli.start(*words, "--name", "a", "--ready-file", "a.ready")
     await becomes(lambda: any(cli.root.glob("gate-*")))  # it waits in step 5
-    assert ready[0].exists()
+    await becomes(ready[0].exists)
     b = await cli.start(*words, "--name", "b", "--ready-file", "b.ready")
     while "b" not in await nodes_of(cli, "grows"):
         pass

@@ -8,6 +8,7 @@ them in another order has another ledger.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -60,14 +61,12 @@ class Ledgered(tg.Task, state=["theta", "ledger", "names", "consumed", "next"]):
         outs.put("theta", ins["theta"] if self.task_id else self.theta)
 
     def _block(self) -> None:
-        """User code as it should not be: an `async def` that keeps the event loop, once, for as long as a file says."""
-        try:
-            with open(self.block) as file:
-                seconds = float(file.read())
-            os.unlink(self.block)
-        except FileNotFoundError:
-            return
-        time.sleep(seconds)
+        """User code as it should not be: an `async def` that keeps the event loop, once, as long as a file is there."""
+        blocks = f"{self.block}-{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.block, blocks)
+        while os.path.exists(blocks):
+            time.sleep(0.01)
 
     async def around(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("hello", np.resize(self.theta * (1 + self.task_id), 16 + self.ballast))

@@ -10,6 +10,7 @@ from taskgraph.elastic_jobs.job import elastic
 
 @elastic
 def fit(run, passes: int = 40, pause_s: float = 0.004, gate: str = "", hurry: str = ""):
+    """Until the file `hurry` is there, each part takes `pause_s`, and each step of the second half a second."""
     x = np.random.default_rng(0).normal(size=(120, 5)).astype(np.float32)
     y = x @ np.arange(5, dtype=np.float32)
     s = run.state(w=np.zeros(5, np.float32))
@@ -23,6 +24,9 @@ def fit(run, passes: int = 40, pause_s: float = 0.004, gate: str = "", hurry: st
             part.add(gradient=x[part.rows].T @ errors, loss=float(errors @ errors))
             if not hurry or not Path(hurry).exists():
                 time.sleep(pause_s)
+        until = time.monotonic() + 1.0
+        while hurry and step.number > 1.5 * passes and not Path(hurry).exists() and time.monotonic() < until:
+            time.sleep(0.005)
         s.w -= np.float32(0.001) * step["gradient"]
         step.report(loss=step["loss"])
     return s.w

@@ -22,8 +22,9 @@ def wait(run: tg.Run, gate: str) -> None:
 
 def linger(gate: str) -> None:
     """Takes time, until the test says that nothing has to happen before the end any longer."""
-    if not Path(f"{gate}-hurry").exists():
-        time.sleep(0.2)
+    until = time.monotonic() + 1.0
+    while not Path(f"{gate}-hurry").exists() and time.monotonic() < until:
+        time.sleep(0.005)
 
 
 @tg.elastic(name="read")

@@ -11,11 +11,11 @@ import taskgraph as tg
 
 
 class Steady(tg.Task, state=["theta"]):
-    """In its last epoch it stands still until the file `gate` exists, and it hurries once `hurry` does, if given."""
+    """In its last epoch it stands still until `gate` exists, if given. The epoch that finds `finish` is the last."""
 
-    def __init__(self, gate: str, hurry: str, pace_s: float) -> None:
+    def __init__(self, gate: str, finish: str, pace_s: float) -> None:
         self.gate = gate
-        self.hurry = hurry
+        self.finish = finish
         self.pace_s = pace_s
 
     def setup(self) -> None:
@@ -33,8 +33,9 @@ class Steady(tg.Task, state=["theta"]):
             epoch.processor(self.add, inbound={"theta": "parents", "grad": "children"}, outbound={"grad": "parents"})
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        if not self.hurry or not Path(self.hurry).exists():
-            time.sleep(self.pace_s)  # however fast the machine is, there is time for faults
+        time.sleep(self.pace_s)  # however fast the machine is, there is time for faults
+        if self.finish and Path(self.finish).exists():
+            epoch.finish()
         while self.gate and epoch.last and not Path(self.gate).exists() and not epoch.cancelled:
             time.sleep(0.01)
         outs.put("theta", self.theta)
@@ -64,7 +65,7 @@ def steady(
     backups: int = 1,
     lease_ttl_s: float = 5.0,
     gate: str = "",
-    hurry: str = "",
+    finish: str = "",
     pace_s: float = 0.02,
     checkpoint: str = "",
 ) -> tg.Job:
@@ -72,7 +73,7 @@ def steady(
         tasks=tasks,
         epochs=epochs,
         backups=backups,
-        builder=lambda _: Steady(gate, hurry, pace_s),
+        builder=lambda _: Steady(gate, finish, pace_s),
         topology=tg.tree(),
         checkpoint=checkpoint or None,
         checkpoint_every=5,

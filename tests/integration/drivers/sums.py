@@ -10,9 +10,9 @@ import taskgraph as tg
 
 
 class Sums(tg.Task, state=["values"]):
-    def __init__(self, pause_at: int, gate: str, paused: str, fail_at: int, setup_gate: str) -> None:
+    def __init__(self, pause_at: int, gate: str, paused: str, fail_at: int, setup_gate: str, finish: str) -> None:
         self.pause_at, self.gate, self.paused = pause_at, gate, paused
-        self.fail_at, self.setup_gate = fail_at, setup_gate
+        self.fail_at, self.setup_gate, self.finish = fail_at, setup_gate, finish
 
     def setup(self) -> None:
         while self.setup_gate and not Path(self.setup_gate).exists():
@@ -37,6 +37,8 @@ class Sums(tg.Task, state=["values"]):
             time.sleep(0.01)
         self.values.append(sum(ins.all("sum").values()))
         epoch.report(value=self.values[-1])
+        if self.finish and Path(self.finish).exists():
+            epoch.finish()
         if epoch.last:
             epoch.report(threads=int(os.environ.get("OMP_NUM_THREADS", "0")))
 
@@ -45,7 +47,7 @@ class Sums(tg.Task, state=["values"]):
 
 
 @tg.job
-def sums(
+def sums(  # `finish`: a file; the epoch in which it is there is the last
     tasks: int = 7,
     epochs: int = 6,
     pause_at: int = -1,
@@ -53,6 +55,7 @@ def sums(
     paused: str = "",
     fail_at: int = -1,
     setup_gate: str = "",
+    finish: str = "",
     min_nodes: int = 1,
     blas_threads: int = 1,
     lease_ttl_s: float = 5.0,
@@ -61,7 +64,7 @@ def sums(
     return tg.Job(
         tasks=tasks,
         epochs=epochs,
-        builder=lambda task_id: Sums(pause_at, gate, paused, fail_at, setup_gate),
+        builder=lambda task_id: Sums(pause_at, gate, paused, fail_at, setup_gate, finish),
         topology=tg.tree(),
         min_nodes=min_nodes,
         settings=tg.Settings(blas_threads=blas_threads, lease_ttl_s=lease_ttl_s, epochs_ahead=ahead),
