@@ -30,13 +30,13 @@ async def test_tls_with_client_certificates(tmp_path: Path, certificates: Certif
         async with await EtcdCoordinator.connect(
             f"https://{endpoint}", ca=certificates.ca, cert=certificates.client, key=certificates.client_key
         ) as node:
-            lease = await node.lease(2.0, stall_limit_s=60.0)
+            lease = await node.lease(6.0, stall_limit_s=60.0)
             granted_until = lease.valid_until()
             start = (await node.txn(put("/a", b"", lease.id))).revision
             async with following(node, "/", start) as follower:
                 await follower.until(start)
             await becomes(lambda: lease.valid_until() > granted_until)
-            assert await node.lease_left(lease.id) == 1
+            assert await node.lease_left(lease.id) in range(1, 6)
             await lease.close(revoke=True)
         for arguments in ({"ca": certificates.ca}, {}):  # no client certificate; not even TLS
             with pytest.raises(Unavailable, match="No etcd answers"):
@@ -58,7 +58,7 @@ async def test_renewed_certificates_are_taken_up_when_etcd_is_connected_to_anew(
     give = partial(given, tmp_path)
     arguments = give(certificates)
     async with etcd_with_tls(tmp_path, certificates) as endpoint:
-        node = await EtcdCoordinator.connect(endpoint, timeout_s=20.0, **arguments)
+        node = await EtcdCoordinator.connect(endpoint, timeout_s=60.0, **arguments)
         start = (await node.txn(put("/a"))).revision
     async with node, following(node, "/", start + 1) as follower:
         (tmp_path / "renewed").mkdir()
@@ -85,13 +85,13 @@ async def test_user_gets_only_granted_keys() -> None:
         with pytest.raises(CoordinationError, match="user name is empty"):
             await EtcdCoordinator.connect(etcd.endpoint)
         async with await EtcdCoordinator.connect(etcd.endpoint, username="worker", password="word") as node:
-            lease = await node.lease(2.0, stall_limit_s=60.0)
+            lease = await node.lease(6.0, stall_limit_s=60.0)
             granted_until = lease.valid_until()
             start = (await node.txn(put("/job/a", b"", lease.id))).revision
             async with following(node, "/job/", start) as follower:
                 await follower.until(start)
             await becomes(lambda: lease.valid_until() > granted_until)
-            assert await node.lease_left(lease.id) == 1
+            assert await node.lease_left(lease.id) in range(1, 6)
             with pytest.raises(CoordinationError, match="permission denied"):
                 await node.get("/other/a")
             with pytest.raises(CoordinationError, match="permission denied"):

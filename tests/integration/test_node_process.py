@@ -50,7 +50,7 @@ from taskgraph.system import host
 from taskgraph.transport.endpoints import host_key
 
 DRIVER = Path(__file__).parent / "drivers" / "held.py"
-LIMIT_S = 30.0
+LIMIT_S = 100.0
 
 
 async def eventually(true: Callable[[], Awaitable[bool]], limit_s: float) -> None:
