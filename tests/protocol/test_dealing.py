@@ -275,12 +275,12 @@ def test_the_state_is_small() -> None:
 
 
 def test_events_cost_microseconds() -> None:
-    ledger, began = Ledger(100_000), time.perf_counter()
+    ledger, began = Ledger(100_000), time.thread_time()
     while tickets := ledger.deal("a", 50, 0):
         for ticket in tickets:
             ledger.count("a", ticket, 0)
     assert ledger.over
-    assert time.perf_counter() - began < 5, "100,000 pieces; usually 0.2 s"
+    assert time.thread_time() - began < 5, "100,000 pieces; usually 0.2 s"
 
 
 @pytest.mark.parametrize(

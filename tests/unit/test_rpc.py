@@ -132,7 +132,7 @@ for _ in range(2):
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
     else:
-        signal.alarm(5)
+        signal.alarm(50)
         del kept
         gc.collect()
         used()
@@ -207,12 +207,13 @@ class Answering(grpc.GenericRpcHandler):
     """Answers each call once it may, and knows which were given up."""
 
     def __init__(self) -> None:
-        self.may, self.given_up = asyncio.Event(), asyncio.Event()
+        self.begun, self.may, self.given_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         return grpc.unary_unary_rpc_method_handler(self._answer)
 
     async def _answer(self, request: bytes, context: object) -> bytes:
+        self.begun.set()
         try:
             await self.may.wait()
         except asyncio.CancelledError:
@@ -250,13 +251,16 @@ async def test_timeout_cancels_the_call(
         with monkeypatch.context() as stopped:
             stopped.setattr(time, "time", lambda: 1.7e9)
             send = channel.unary_unary("/a/b")
+            one = send(b"one")
+            async with asyncio.timeout(30):
+                await there.begun.wait()
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await rpc.await_answer(send(b"one"), 0.05)
+                await rpc.await_answer(one, 0.05)
             assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             async with asyncio.timeout(30):
                 await there.given_up.wait()
             there.may.set()
-            assert await rpc.await_answer(send(b"two"), 5.0) == b"two"
+            assert await rpc.await_answer(send(b"two"), 30.0) == b"two"
     finally:
         await rpc.close(channel)
         await server.stop(None)

@@ -91,7 +91,7 @@ def test_group_is_closed_from_outside(groups: list[_Group]) -> None:
         group.close()
         with pytest.raises(GroupClosed):
             result.result(0)
-    assert time.monotonic() - began < 1.0, "Gloo itself waits for a minute"
+    assert time.monotonic() - began < 30, "Gloo itself waits for a minute"
 
 
 def test_group_that_is_never_complete_is_closed() -> None:
