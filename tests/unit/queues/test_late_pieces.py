@@ -237,6 +237,8 @@ def test_a_job_that_fails_beside_a_late_thread_says_why(caplog: pytest.LogCaptur
         tg.run(tg.Job(tasks=3, epochs=1, builder=Fails, settings=settings, tables=job(Fails).tables), nodes=0)
     Fails.go_on.set()
     assert "none for 17" in str(failed.value)
-    (record,) = (each for each in caplog.records if each.levelname == "ERROR")
-    assert f"task {Fails.first} on" in record.getMessage() and "did not return within 0.1 s" in record.getMessage()
-    assert record.exc_info is None
+    errors = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert len(errors) <= 1, "none if its task heard of the failure first: then nobody waits for the thread"
+    for record in errors:
+        assert f"task {Fails.first} on" in record.getMessage() and "did not return within 0.1 s" in record.getMessage()
+        assert record.exc_info is None
