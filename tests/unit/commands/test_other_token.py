@@ -65,6 +65,9 @@ async def test_node_with_old_token_waits(
     monkeypatch.setattr(joining, "_TOKEN_AGAIN_S", 0.01)
     await submitted(etcd, token_mark(bytes.fromhex(NEW)))
     waiting = asyncio.ensure_future(token_of_node(etcd, old))
+    async with asyncio.timeout(30):
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert not waiting.done()
     (said,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]

@@ -303,12 +303,17 @@ def test_packed_fields_travel() -> None:
     assert [Event.from_bytes(event.to_bytes()).fields for event in found] == [fields, fields]
 
 
-async def test_events_of_a_burst_that_lasts_are_gathered() -> None:
+def test_events_of_a_burst_that_lasts_are_gathered() -> None:
     """While one burst was written, the next ones came, and each of their events was kept for itself."""
-    events, store = EventLog("n9"), submitted()
-    async with kept(events, store):
-        for task in range(300):
-            events.emit("admitted", f"task {task}: n2 has a backup now (in sync: 2)", task=task, fields={"of": "n2"})
-            await asyncio.sleep(0.004)
-        await events.wait_until_kept()
-    assert 1 < len(in_etcd(store)) <= 8
+
+    async def scenario() -> None:
+        events, store = EventLog("n9"), submitted()
+        async with kept(events, store):
+            for task in range(300):
+                text = f"task {task}: n2 has a backup now (in sync: 2)"
+                events.emit("admitted", text, task=task, fields={"of": "n2"})
+                await asyncio.sleep(0.004)
+            await events.wait_until_kept()
+        assert 1 < len(in_etcd(store)) <= 8
+
+    at_its_own_pace(scenario())
