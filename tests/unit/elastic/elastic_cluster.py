@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,13 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.observe.events import Event
 from taskgraph.results import JobResult
 
-_joining = threading.Event()
+_parts_while_joining: itertools.count[int] | None = None
 
 
 def pause() -> None:
-    """For parts: leaves a node that starts the time to join before the job is over."""
-    time.sleep(0.005 if _joining.is_set() else 0.0002)
+    """For parts: leaves a node that starts the time to join before the job is over, ever more of it."""
+    joining = _parts_while_joining
+    time.sleep(0.0002 if joining is None else min(0.005 * 1.1 ** next(joining), 1.0))
 
 
 Scenario = tuple[int, str]
@@ -33,9 +34,12 @@ async def run_job(
 ) -> JobResult:
     """Runs a job. The events of the scenario happen after 2, 4, 6 ... totals. All nodes may be traced."""
 
+    global _parts_while_joining
+
     def noted(event: Event) -> None:
+        global _parts_while_joining
         if event.kind == "joined":
-            _joining.clear()
+            _parts_while_joining = None
         if on_event is not None:
             on_event(event)
 
@@ -45,7 +49,7 @@ async def run_job(
                 node.tracing.start()
 
     nodes, events = scenario
-    _joining.clear()
+    _parts_while_joining = None
     cluster = InProcessCluster(job, endless_leases=True, on_event=noted)
     try:
         await cluster.start(nodes)
@@ -54,7 +58,7 @@ async def run_job(
             while all(node.engine.core.position < 2 * count for node in cluster.living):  # noqa: ASYNC110 (no event)
                 await asyncio.sleep(0.001)
             if event == "+":
-                _joining.set()
+                _parts_while_joining = itertools.count()
                 cluster.add()
                 trace()
             elif event == "K":
