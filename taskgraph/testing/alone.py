@@ -26,7 +26,7 @@ __all__ = ["compute"]
 
 
 class _AnyTask(tuple[int, ...]):
-    """The consumers of a channel to any task: it contains every task id. A value for all of them is stored under -1."""
+    """The consumers of an undeclared channel: contains every task id. A value put to all of them is stored under -1."""
 
     __slots__ = ()
 
@@ -136,13 +136,14 @@ def _loop_runs() -> bool:
 
 
 def _hook_signature(function: Callable[..., Any]) -> str:
-    """Returns the signature of a task's handler or hook, for an error message; "" for other functions."""
+    """Returns "name(arguments)" of a task's handler or hook, for an error message; "" for other functions."""
     owner, name = getattr(function, "__self__", None), name_of(function)
     given = arguments_of(shape_of(type(owner)), name) if isinstance(owner, Task) else None
     return "" if given is None else f"{name}({', '.join(given)})"
 
 
 def _is_by_producer(given: Any) -> bool:
+    """True for {task id: value}, also for `{}`; False if it is one producer's value itself."""
     return isinstance(given, Mapping) and all(type(key) is int for key in given)
 
 
@@ -160,7 +161,7 @@ class _AnyChannels(dict[str, tuple[int, ...]]):
 
 
 class _StandaloneWork:
-    """Implements `taskgraph.epoch.Work` for one processor without a job."""
+    """Implements `taskgraph.epoch.Work` for one processor without a job: collects what is put, in `put_values`."""
 
     task = 0
     attempt = 1

@@ -77,6 +77,8 @@ def frame_of(thread: int) -> FrameType | None:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
+    """Keeps the loop's clock, `now_s`, and advances it in place of waiting for a timeout."""
+
     def __init__(self, turn: Turn) -> None:
         super().__init__()
         self._turn = turn
@@ -106,7 +108,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class FastForwardLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` stands still while code runs, and jumps to the next timer when none does."""
+    """An event loop whose `time()` stands still while code runs, and jumps to the next timer when no code does."""
 
     def __init__(self, turn: Turn | None = None) -> None:
         self._clock = _JumpingSelector(turn or Turn())
@@ -116,10 +118,10 @@ class FastForwardLoop(asyncio.SelectorEventLoop):
         return self._clock.now_s
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Logs an error that no code handled, unless it is expected, as a node's own loop does."""
+        """Logs an error that no code handled, unless it only ended code whose attempt was over (`is_expected_end`)."""
         if not is_expected_end(context.get("exception")):
             super().default_exception_handler(context)
 
     def stand_still(self, for_s: float) -> None:
-        """Advances the clock as if the process had been frozen for `for_s`: timers due by then fire late."""
+        """Advances the clock by `for_s` at once, as if the process had been frozen: timers due by then fire late."""
         self._clock.now_s += for_s

@@ -162,7 +162,7 @@ def _check_seconds(name: str, given: Any) -> None:
 
 
 def _as_kills(kills: Any) -> dict[tuple[int, int], str]:
-    """Checks and copies `kills`. Raises JobError if they are invalid."""
+    """Copies `kills`. Raises JobError if it is no dict {(int, int): stage}."""
     fits = isinstance(kills or {}, Mapping) and all(
         isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, Integral) for part in key)
         for key in kills or {}
@@ -172,8 +172,8 @@ def _as_kills(kills: Any) -> dict[tuple[int, int], str]:
     return dict(kills or {})
 
 
-def _etcd_view(cluster: InProcessCluster) -> JobView:
-    """Returns the job's state in etcd. A node's view may be older."""
+def _current_view(cluster: InProcessCluster) -> JobView:
+    """Makes a view from all of the job's keys in etcd. A node's own view may be older."""
     truth = JobView(cluster.keys.job)
     truth.reset(cluster.store.revision, cluster.store.select(cluster.keys.root, prefix=True))
     return truth
@@ -184,7 +184,7 @@ def _can_be_killed(cluster: InProcessCluster, node_id: str) -> bool:
 
     This includes tasks with other primaries: the node may have the last replica of a task whose primary just died.
     """
-    truth = _etcd_view(cluster)
+    truth = _current_view(cluster)
     living = {node.id for node in cluster.nodes} - {node_id}
     return all(not living.isdisjoint(truth.in_sync(task)) for task in truth.primaries)
 
@@ -192,17 +192,17 @@ def _can_be_killed(cluster: InProcessCluster, node_id: str) -> bool:
 async def _wait_until_killable(cluster: InProcessCluster, node_id: str) -> bool:
     """Waits until the node can be killed without losing a task, or the job is over. Returns True if it can."""
 
-    def settled(view: object) -> bool:
-        return _can_be_killed(cluster, node_id) or not _etcd_view(cluster).running
+    def killable_or_over(view: object) -> bool:
+        return _can_be_killed(cluster, node_id) or not _current_view(cluster).running
 
     # Check again after every wait: another kill that waited for the same state may have changed it.
-    while not settled(None):
-        await cluster.node(node_id).keeper.wait_until(settled)
+    while not killable_or_over(None):
+        await cluster.node(node_id).keeper.wait_until(killable_or_over)
     return _can_be_killed(cluster, node_id)
 
 
 class _Run(LimitedRun):
-    """The state of one call of `run` with a task graph."""
+    """One call of `run` with a task graph. `kills` are removed as they happen."""
 
     def __init__(
         self, job: Job, kills: dict[tuple[int, int], str], order: int, timeout_s: float, stuck_s: float | None
@@ -227,6 +227,7 @@ class _Run(LimitedRun):
         return result
 
     def _stage_hook(self, cluster: InProcessCluster, node_id: str) -> Point:
+        """Returns the function that a node calls at each stage of a task in an epoch; it kills the node if due."""
         loop, takes_time = asyncio.get_running_loop(), self._job.settings.strict and not self._kills
         assert isinstance(loop, FastForwardLoop)
 
@@ -235,8 +236,12 @@ class _Run(LimitedRun):
                 self._last_jump = epoch
                 loop.stand_still(_JUMP_S)
                 await asyncio.sleep(0)
-            if stage == "commit" and self.most is not None and epoch >= self.most:  # all before have been committed
-                self.fail_endless(f"committed {self.most} epochs without an end: no processor called epoch.finish()")
+            if (
+                stage == "commit" and self.max_rounds is not None and epoch >= self.max_rounds
+            ):  # all before have been committed
+                self.fail_endless(
+                    f"committed {self.max_rounds} epochs without an end: no processor called epoch.finish()"
+                )
             due = self._kills.get((task, epoch))
             if due == "committed" and stage == "commit":
                 await _wait_until_killable(cluster, node_id)  # this may be the last commit, after which it is too late
@@ -252,8 +257,8 @@ class _Run(LimitedRun):
         return at
 
     def _drop_missed_kills(self, cluster: InProcessCluster, crashed: str) -> None:
-        """Drops "committed" kills of epochs that the same write committed: no primary reaches that stage again."""
-        truth = _etcd_view(cluster)
+        """Drops "committed" kills of epochs that the crashed leader had committed: no node reaches that stage again."""
+        truth = _current_view(cluster)
         if truth.epoch is None or truth.primary_node(0) != crashed:
             return
         for (task, epoch), stage in list(self._kills.items()):

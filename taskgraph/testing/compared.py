@@ -17,11 +17,11 @@ from taskgraph.graph.sums import Sums
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.variables import digests_of
 
-__all__ = ["Comparison", "Record", "differing", "value_digests"]
+__all__ = ["Comparison", "Record", "format_differing", "value_digests"]
 
 _NAMED = 3
 """The most differing names in a message."""
-_MADE_ALIKE = (
+_EQUAL_START_ADVICE = (
     "make what run.state gets in the function, since objects of the module keep what an earlier run left; draw and "
     "measure in run.once(...)"
 )
@@ -32,12 +32,12 @@ class Record:
 
     Attributes:
         states: step -> path -> digest of the state before it.
-        variables: step -> name -> digest of the function's variables before it.
+        variables: step -> name -> digest of the function's local variable before it.
         various: names of variables that differ between workers though their states do not.
-        parts: (step, round, part) -> digest.
+        parts: (step, round, part) -> digest of the part's sums.
         results: (position, piece) -> the result of a piece of `run.once` or `run.map`.
         reports: (step, position) -> the numbers of each report there.
-        value: path -> digest.
+        value: path -> digest of a leaf of the job's value.
         steps: the number of steps that had a round.
     """
 
@@ -51,16 +51,15 @@ class Record:
         self.value: dict[str, bytes] = {}
         self.steps = 0
 
-    def part(self, place: Place, part: Part, sums: Sums) -> None:
+    def add_part(self, place: Place, part: Part, sums: Sums) -> None:
         self.parts[place.step, place.round, part.number] = chain_digest(b"", sums)
         self.steps = place.step + 1
 
 
 class Comparison:
-    """Compares one worker with the record. All methods raise an error if it differs.
+    """Compares one worker with the record.
 
-    Args:
-        worker: its name.
+    The methods `check_...` raise StateError if a value differs, StepError if the worker takes other steps or rounds.
     """
 
     def __init__(self, record: Record, worker: str) -> None:
@@ -69,24 +68,27 @@ class Comparison:
         self._joined: int | None = None  # the step before which it began with a copied state
         self._steps = 0
         self._reports: Counter[tuple[int, int]] = Counter()
-        self._suspects: set[str] = set()  # variables that are other ones than in the record
+        self._suspects: set[str] = set()  # names of variables that differ from the record
 
-    def copied(self, step: int) -> None:
+    def note_joined(self, step: int) -> None:
+        """Notes that the worker began with a copied state, before this step."""
         self._joined, self._steps = step, step
 
     @property
-    def _who(self) -> str:
+    def _name(self) -> str:
         return self._worker + (f" (joined at step {self._joined})" if self._joined is not None else "")
 
     @property
-    def _newly_suspect(self) -> list[str]:
+    def _new_suspects(self) -> list[str]:
+        """The variables that differ from the record here, and on no worker with a state of its own."""
         return sorted(self._suspects - self._record.various)
 
     @property
-    def _why(self) -> str:
+    def _advice(self) -> str:
+        """What the user may do about a value that differs."""
         if self._joined is not None:
-            names = self._newly_suspect
-            differ = f" (here {_listed(names)}?)" if names else ""
+            names = self._new_suspects
+            differ = f" (here {_format_names(names)}?)" if names else ""
             return (
                 f"name all that later steps read{differ} in run.state, or derive it from step.number; what is drawn or "
                 f"measured anew on each worker counts, too"
@@ -96,89 +98,95 @@ class Comparison:
             "run.state, and change it after `for part in step`"
         )
 
-    def variables(self, step: int, variables: dict[str, Any]) -> None:
+    def note_variables(self, step: int, variables: dict[str, Any]) -> None:
+        """Notes which variables differ before a step. An error names them as a likely cause."""
         known = self._record.variables.get(step, {})
         found = digests_of({name: value for name, value in variables.items() if name in known})
         self._suspects = {name for name in found if found[name] != known[name]}
 
-    def step(self, step: int, found: dict[str, bytes]) -> None:
-        """It is about to begin a step."""
-        self.state(step, found)
+    def check_step(self, step: int, found: dict[str, bytes]) -> None:
+        """Checks the state before a step, and that the one worker took that step, too."""
+        self.check_state(step, found)
         if not self._joined:
             self._record.various.update(self._suspects)
         if 0 < self._record.steps <= step:
-            raise self._error_of_more(f"takes step {step}, and a run of one worker ends after {self._record.steps}")
+            raise self._surplus_error(f"takes step {step}, and a run of one worker ends after {self._record.steps}")
 
-    def _error_of_more(self, what: str) -> StepError:
-        return StepError(f"{self._who} {what}\ndecide `break`, rounds and calls by totals, run.state or run.once alone")
+    def _surplus_error(self, what: str) -> StepError:
+        """Returns the error for a worker that takes other steps or rounds; `what` says which."""
+        return StepError(
+            f"{self._name} {what}\ndecide `break`, rounds and calls by totals, run.state or run.once alone"
+        )
 
-    def state(self, step: int, found: dict[str, bytes]) -> None:
+    def check_state(self, step: int, found: dict[str, bytes]) -> None:
         known = self._record.states.get(step)
         if known is not None and known != found:
             raise StateError(
-                f"the state before step {step} is not the same on {self._who} as in a run of one worker: "
-                f"{differing(known, found)}\n{self._why if step else _MADE_ALIKE}"
+                f"the state before step {step} is not the same on {self._name} as in a run of one worker: "
+                f"{format_differing(known, found)}\n{self._advice if step else _EQUAL_START_ADVICE}"
             )
 
-    def part(self, place: Place, part: Part, sums: Sums) -> None:
+    def check_part(self, place: Place, part: Part, sums: Sums) -> None:
         self._steps = place.step + 1
         key = place.step, place.round, part.number
         if key not in self._record.parts:
             return  # it has more steps or rounds: said when its total is there
         if self._record.parts[key] != chain_digest(b"", sums):
             raise StateError(
-                f"part {part.number} of step {place.step} is not the same on {self._who} as in a run of one worker, "
-                f"from an equal state\n{self._why}"
+                f"part {part.number} of step {place.step} is not the same on {self._name} as in a run of one worker, "
+                f"from an equal state\n{self._advice}"
             )
 
-    def total(self, place: Place) -> None:
+    def check_total(self, place: Place) -> None:
         self._steps = place.step + 1
         if (place.step, place.round, 0) not in self._record.parts:
-            raise self._error_of_more(
+            raise self._surplus_error(
                 f"takes round {place.round} of step {place.step}, and a run of one worker does not"
             )
 
-    def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+    def check_result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+        """Checks the result of a piece, and returns it. Of `run.once`, returns the recorded one, without a check."""
         known = self._record.results.get((position, piece))
         if known is None or call == "run.once":  # what `once` computes may differ each time: all get one value
             return known or found
         if known.digest != found.digest:
             raise StateError(
-                f"piece {piece} of {call} after {position} sums is not the same on {self._who} as in a run of one "
-                f"worker\n{self._why}"
+                f"piece {piece} of {call} after {position} sums is not the same on {self._name} as in a run of one "
+                f"worker\n{self._advice}"
             )
         return found
 
-    def report(self, position: int, step: int, found: dict[str, float]) -> None:
+    def check_report(self, position: int, step: int, found: dict[str, float]) -> None:
         reports, at = self._record.reports.get((step, position), []), self._reports[step, position]
         self._reports[step, position] += 1
         known = reports[at] if at < len(reports) else {}
         for name in found.keys() & known.keys():
             if repr(known[name]) != repr(found[name]):  # nan is equal to nan
                 raise StateError(
-                    f"step.report: {name} is {found[name]!r} on {self._who} and {known[name]!r} in a run of one "
-                    f"worker, at step {step}\n{self._why_of_report}"
+                    f"step.report: {name} is {found[name]!r} on {self._name} and {known[name]!r} in a run of one "
+                    f"worker, at step {step}\n{self._report_advice}"
                 )
 
     @property
-    def _why_of_report(self) -> str:
+    def _report_advice(self) -> str:
+        """What the user may do about a reported number that differs."""
         of_parts = (
             "a local of the part loop has this worker's parts alone: report step.loss, or part.add(...) and step[...], "
             "and no times (strict=False allows them)"
         )
         if self._joined is None:
             return of_parts
-        return self._why if self._newly_suspect else f"{self._why}; {of_parts}"
+        return self._advice if self._new_suspects else f"{self._advice}; {of_parts}"
 
-    def value(self, value: Any) -> None:
+    def check_value(self, value: Any) -> None:
         if self._steps < self._record.steps:
-            raise self._error_of_more(f"ends after step {self._steps - 1}, and a run of one worker goes on")
+            raise self._surplus_error(f"ends after step {self._steps - 1}, and a run of one worker goes on")
         found = value_digests(value)
         if found != self._record.value:
             raise StateError(
-                f"the value that {self._who} returns is not that of a run of one worker: "
-                f"{differing(self._record.value, found)}\nreturn what rests on totals and run.state; times and names "
-                f"of workers go to the log (strict=False allows them)"
+                f"the value that {self._name} returns is not that of a run of one worker: "
+                f"{format_differing(self._record.value, found)}\nreturn what rests on totals and run.state; times and "
+                f"names of workers go to the log (strict=False allows them)"
             )
 
 
@@ -187,12 +195,12 @@ def value_digests(value: Any) -> dict[str, bytes]:
     return digests({"value": value})
 
 
-def differing(one: dict[str, bytes], other: dict[str, bytes]) -> str:
-    """Names leaves that differ; numbers first: a learning rate says more than an array that it spoilt."""
+def format_differing(one: dict[str, bytes], other: dict[str, bytes]) -> str:
+    """Names some leaves that differ, those with the shortest paths first: a learning rate before a layer's weights."""
     names = sorted(path for path in {*one, *other} if one.get(path) != other.get(path))
-    return _listed(sorted(names, key=lambda path: path.count(".")))
+    return _format_names(sorted(names, key=lambda path: path.count(".")))
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -36,7 +36,7 @@ _UNWIND_S = 1.0
 
 
 class Stuck(Exception):
-    """A thread ran for too long without a wait. `frame` is its innermost frame."""
+    """A thread ran for too long without a wait. `frame` is its innermost frame; None if the thread has ended."""
 
     def __init__(self, frame: FrameType | None) -> None:
         super().__init__("a thread does not give back its turn")
@@ -61,11 +61,11 @@ class IdleTimer:
         self._waited_s = 0.0
 
     def has_exceeded(self, loop: asyncio.AbstractEventLoop, runs: FrameType | None, since_last_s: float) -> bool:
-        """True if the job has waited for too long. Call it regularly.
+        """True if the job has waited without progress for more than `limit_s`. Call it regularly.
 
         Args:
             loop: the job's loop, whose clock shows whether it works.
-            runs: the innermost frame of the thread that runs; None if all wait. User code that runs does not wait.
+            runs: the innermost frame of the thread that runs; None if all wait. While user code runs, no job waits.
             since_last_s: real time since the last call.
         """
         (before, then), (at, now) = self._seen, (self._progress(), loop.time())
@@ -141,5 +141,6 @@ def run_guarded(
 
 
 def _call_on_loop(task: asyncio.Task[Any], call: Callable[..., object], *args: object) -> None:
+    """Calls a function soon on the loop of a task; does nothing if the loop has been closed."""
     with contextlib.suppress(RuntimeError):  # the loop was closed just now, so the job is over
         task.get_loop().call_soon_threadsafe(call, *args)

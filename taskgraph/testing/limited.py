@@ -1,4 +1,4 @@
-"""A test's run of a job, with its limits of time: what every kind of job has in common."""
+"""One call of `tg.testing.run` with its time limits: what runs of task graphs and of elastic jobs have in common."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class LimitedRun:
         endless: the job has no last epoch or step of its own; it fails after `ROUNDS_PER_S` times `timeout_s` of them.
 
     Attributes:
-        turn: which of the loop and its threads runs.
-        most: the most epochs or steps, if the job is endless.
+        turn: tracks which of the loop and its threads runs.
+        max_rounds: how many epochs or steps an endless job may do; None: the job ends by itself.
     """
 
     def __init__(self, name: str, timeout_s: float, stuck_s: float | None, endless: bool) -> None:
         self.turn = Turn()
-        self.most = max(1, int(timeout_s * ROUNDS_PER_S)) if endless else None
+        self.max_rounds = max(1, int(timeout_s * ROUNDS_PER_S)) if endless else None
         self._name = name
         self._timeout_s = timeout_s
         self._stuck_s = stuck_s
@@ -64,7 +64,7 @@ class LimitedRun:
             raise JobTimeout(f"{text} ({clock})", job=name) from None
 
     def fail_endless(self, text: str) -> None:
-        """Fails an endless job, which has done `most` epochs or steps, with JobTimeout.
+        """Fails an endless job, which has done `max_rounds` epochs or steps, with JobTimeout.
 
         Args:
             text: what it did, for the message: "committed 1000 epochs ...".
@@ -74,11 +74,12 @@ class LimitedRun:
             self.end_wait()
 
     def end_wait(self) -> None:
+        """Makes `result_of` raise JobTimeout now."""
         if self._deadline is not None:
             self._deadline.reschedule(0.0)
 
     def end_slow_run(self, took_s: float) -> None:
-        """Ends a run that takes too long by the real clock, for example because its code sends messages for ever."""
+        """Makes `result_of` raise JobTimeout: the run takes too long by the real clock, `took_s` until now."""
         if self._deadline is not None:
             self._limit = (
                 f"still ran after {took_s:.0f} real seconds (the limit is {RUN_FACTOR} times stuck_s: if all of it is "
@@ -87,7 +88,7 @@ class LimitedRun:
             self._deadline.reschedule(0.0)
 
     def timeout_of(self, stuck: Stuck) -> JobTimeout:
-        """Returns an error that names the code that does not return, and its stack."""
+        """Returns an error with the stack of the user code that does not return."""
         text = ""
         if stuck.frame is not None:
             frames = traceback.StackSummary.extract(reversed([*traceback.walk_stack(stuck.frame)]))
@@ -95,6 +96,7 @@ class LimitedRun:
         return self.stuck_error("its code", text)
 
     def stuck_error(self, what: str, text: str, **where: Any) -> JobTimeout:
+        """Returns an error for code that runs without a wait: `what` names it, `text` is its stack."""
         assert self._stuck_s is not None
         name = self._cluster.spec.name if self._cluster is not None else self._name
         limit = f"runs for more than {self._stuck_s:g} s without a wait: it seems not to end (the limit is stuck_s)"

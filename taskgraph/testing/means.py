@@ -1,6 +1,6 @@
-"""Finds means that are summed, and sums that are averaged: two parts are computed once more as one part.
+"""Finds means that user code adds up, and sums that it averages: two parts are computed once more as one joined part.
 
-Of a mean, the part of both has the weighted mean of the two; of a sum, their sum.
+If a number is a mean over rows, the joined part has the weighted mean of the two parts' numbers; if a sum, their sum.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ _NEAR, _FAR = 0.05, 0.3
 
 
 class MeansCheck:
-    """Checks the losses and sums of the first step, on a worker that computes all its parts in order."""
+    """Checks the losses and sums of the first step, on a worker that computes all its parts in order.
+
+    Its methods are those of `taskgraph.elastic_jobs.watching.Watch`.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[Part, dict[str, Any]] | None = None
         self._tried: dict[str, Any] | None = None
-        self._losses: list[tuple[float, float, float]] = []  # of the part of both, their mean, their sum
+        self._losses: list[tuple[float, float, float]] = []  # of the joined part; the two parts' mean; their sum
         self._kind = ""
         self._uneven = False
 
     def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
+        """Yields the joined part of this part and the one before, in the first step, for every second part."""
         if place.step > 0 or self._last is None or part.number % 2 == 0:
             return
         self._uneven = feed.is_uneven
@@ -41,7 +45,7 @@ class MeansCheck:
         self._tried = sums.tree()
 
     def computed(self, place: Place, part: Part, sums: Sums) -> None:
-        """Compares the last two parts with the part of both. Raises StepError if a mean was added."""
+        """Compares the last two parts with their joined part. Raises StepError if a mean was added."""
         if place.step > 0:
             return
         last, both = self._last, self._tried
@@ -56,7 +60,7 @@ class MeansCheck:
                 _check_sum(name, of_both, first["add"].get(name), second["add"].get(name), last[0].size, part.size)
 
     def total(self) -> None:
-        """Judges the losses of a round. Raises StepError if they are of the other kind than part.backward takes."""
+        """Judges the losses of a round. Raises StepError for a sum where part.backward takes a mean, or the reverse."""
         losses, self._losses, self._last = self._losses, [], None
         if not losses:
             return
@@ -76,6 +80,7 @@ class MeansCheck:
             )
 
     def _note_losses(self, first: Mapping[str, Any], second: Mapping[str, Any], both: Mapping[str, Any]) -> None:
+        """Notes the mean losses of two parts and of their joined part, if they depend on the rows."""
         weights = [tree["weight"] for tree in (first, second, both)]
         if not all(weights):
             return
@@ -88,7 +93,7 @@ class MeansCheck:
 
 
 def _check_sum(name: str, both: Any, first: Any, second: Any, size: int, other_size: int) -> None:
-    """Raises StepError if what was added as `name` is a mean over the part's rows."""
+    """Raises StepError if the sum `name` is one of means over the rows. `size`, `other_size`: rows of the two parts."""
     try:
         one, two, found = (np.asarray(each) for each in (first, second, both))
         if found.dtype.kind not in "fc" or not np.isfinite(found).all() or np.array_equal(one, two):

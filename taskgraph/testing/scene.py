@@ -1,4 +1,4 @@
-"""Who joins, leaves and dies in a test's run of an elastic job. All of it happens on the loop.
+"""Makes workers join, leave and die in a test's run of an elastic job. All of it happens on the loop.
 
 Newcomers start at steps 0, 1, 2, 4, 7, 11 ..., or as soon as the one before has joined. Each time the oldest worker
 leaves or dies, unless the test kills workers itself. After three of them every worker began with a copied state.
@@ -26,16 +26,16 @@ _MOST_TURNS = 12
 
 
 class Scene:
-    """The workers of one run.
+    """Starts, drains and kills the workers of one run.
 
     Args:
         churn: newcomers join unasked.
-        rng: draws when exactly a worker dies.
+        rng: draws when exactly a worker dies that is killed at "sums".
         check_endless: called with the number of each step of a run without an end.
 
     Attributes:
-        kills: (place in the view, step) -> stage: those that have not come to pass. One comes to pass in a later step
-            if there is no such worker then, or no other one that could go on.
+        kills: (place in the view, step) -> stage: the kills that are left. A kill is put off to a later step while
+            there is no such worker, or no other worker that could go on.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class Scene:
         self._tasks: set[asyncio.Task[None]] = set()
         self._cluster: InProcessCluster | None = None
 
-    def begin(self, cluster: InProcessCluster) -> None:
+    def attach(self, cluster: InProcessCluster) -> None:
+        """Sets the cluster, before it starts."""
         self._cluster = cluster
 
     @property
@@ -62,9 +63,9 @@ class Scene:
         return [node for node in cast("list[ElasticNode]", living) if node.running]
 
     def note(self, event: Event) -> None:
-        """Takes an event of a node: of a newcomer that has joined, it makes the oldest worker leave."""
+        """Called with each event of a node. Once the newcomer has joined, makes the oldest worker leave or die."""
         if event.kind == "joined" and event.node == self._newcomer:
-            self._start(self._remove_oldest(event.node))
+            self._start_task(self._remove_oldest(event.node))
 
     async def stop(self) -> None:
         tasks = [*self._tasks]
@@ -73,7 +74,7 @@ class Scene:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def begin_step(self, worker: str, step: int, endless: bool) -> None:
-        """A worker is about to begin a step. Returns once it may.
+        """Called before a worker's step: may start a newcomer, delay the step, or kill the worker at "begin".
 
         Args:
             endless: the run has no last step.
@@ -84,15 +85,16 @@ class Scene:
         if self._churn and not self._newcomer and step >= self._next_join:
             self._newcomer = name_of(self._cluster.add())
             self._next_join = step + 1 + step // 2
-        node = self._named(worker)
-        if node is not None and self._place(node) >= 0 and (self._newcomer or self._someone_comes()):
+        node = self._node_named(worker)
+        if node is not None and self._place(node) >= 0 and (self._newcomer or self._newcomer_on_way()):
             await asyncio.sleep(_STEP_S)
-        await self.reached(worker, "begin", step)
+        await self.kill_if_due(worker, "begin", step)
 
-    async def reached(self, worker: str, stage: str, step: int) -> None:
-        """A worker has reached a stage of a step. Returns once it may go on."""
-        node = self._named(worker)
-        if node is None or not self._replaceable(node):
+    async def kill_if_due(self, worker: str, stage: str, step: int) -> None:
+        """Kills and replaces a worker if `kills` has this stage. Then it does not return, except at "sums": there the
+        worker dies a little later."""
+        node = self._node_named(worker)
+        if node is None or not self._is_dispensable(node):
             return
         place = self._place(node)
         due = [key for key in self.kills if key[0] == place and key[1] <= step and self.kills[key] == stage]
@@ -100,52 +102,55 @@ class Scene:
             return
         del self.kills[min(due)]
         if stage == "sums":
-            self._start(self._kill_soon(node))
+            self._start_task(self._replace_soon(node))
             return
-        self._kill(node)
+        self._replace(node)
         await asyncio.Event().wait()  # the crash cancels whatever runs here
 
     async def _remove_oldest(self, newcomer: str) -> None:
-        """Makes the oldest worker leave, or kills it, once the newcomer can stand in for it."""
-        await _until(lambda: (node := self._named(newcomer)) is not None and node.engine.core.whole)
+        """Makes the oldest worker leave, or kills it, once the newcomer has all that the job needs to go on."""
+        await _wait_until(lambda: (node := self._node_named(newcomer)) is not None and node.engine.core.whole)
         oldest = min(self.nodes, key=self._seniority)
         if oldest.name != newcomer and self._replaces:
             self._joined += 1
             if self._joined % 2:
                 oldest.drain("a newcomer takes its place")
             else:
-                await _until(lambda: self._replaceable(oldest))
+                await _wait_until(lambda: self._is_dispensable(oldest))
                 self._crash(oldest)
         self._newcomer = ""
 
-    async def _kill_soon(self, node: ElasticNode) -> None:
+    async def _replace_soon(self, node: ElasticNode) -> None:
+        """Kills and replaces a node within a few turns of the loop."""
         for _ in range(self._rng.randrange(_MOST_TURNS)):
             await asyncio.sleep(0)
-        self._kill(node)
+        self._replace(node)
 
-    def _kill(self, node: ElasticNode) -> None:
+    def _replace(self, node: ElasticNode) -> None:
+        """Kills a node, and starts another one."""
         assert self._cluster is not None
         self._crash(node)
         self._cluster.add()
 
     def _crash(self, node: ElasticNode) -> None:
+        """Kills a node, without a replacement."""
         assert self._cluster is not None
         self._cluster.crash(node.id)
 
-    def _someone_comes(self) -> bool:
-        """True if a node is on its way into the view."""
+    def _newcomer_on_way(self) -> bool:
+        """True if a node that is not draining is in no view yet."""
         assert self._cluster is not None
         living = cast("list[ElasticNode]", self._cluster.living)
         return any(not node.draining and self._place(node) < 0 for node in living)
 
-    def _replaceable(self, node: ElasticNode) -> bool:
+    def _is_dispensable(self, node: ElasticNode) -> bool:
         """True if another worker has all that the job needs to go on."""
         return any(
             other is not node and other.engine.core.whole and not other.draining and self._place(other) >= 0
             for other in self.nodes
         )
 
-    def _named(self, worker: str) -> ElasticNode | None:
+    def _node_named(self, worker: str) -> ElasticNode | None:
         return next((node for node in self.nodes if node.name == worker), None)
 
     def _place(self, node: ElasticNode) -> int:
@@ -154,15 +159,16 @@ class Scene:
         return view.workers.index(node.id) if view is not None and node.id in view.workers else -1
 
     def _seniority(self, node: ElasticNode) -> tuple[bool, int]:
+        """The sort key of a node: the oldest worker is first; nodes that drain or are in no view are last."""
         place = self._place(node)
         return place < 0 or node.draining, place
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-async def _until(true: Callable[[], bool]) -> None:
+async def _wait_until(true: Callable[[], bool]) -> None:
     while not true():  # noqa: ASYNC110 (what it looks at has no event)
         await asyncio.sleep(_LOOK_S)

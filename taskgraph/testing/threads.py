@@ -33,7 +33,7 @@ _POLL_S = 0.01
 
 
 class _WorkerThread:
-    """A thread that runs one function after another, and passes the turn to the loop and back.
+    """A reusable thread of a pool: runs one function at a time, in turns with the loop.
 
     Two locks, locked from the beginning, pass the turn. That takes a few microseconds; starting a thread and waiting
     for an event took most of a small job's time.
@@ -82,7 +82,7 @@ class _WorkerThread:
     def step(self, turn: Turn) -> bool:
         """Runs the thread until it waits or its function ends. Called on the loop. Returns True if the function ended.
 
-        It returns earlier if `pass_turn_to_loop` is called for the thread. Then `finish` reports the end.
+        Returns False earlier if another thread calls `pass_turn_to_loop`. Then `finish` reports the function's end.
         """
         turn.give_to(self._thread.ident)
         self._awaited = True
@@ -92,7 +92,7 @@ class _WorkerThread:
         return self._finished
 
     def pass_turn_to_loop(self, *, finished: bool = False) -> bool:
-        """Passes the turn to the loop if it waits for this thread. Called in any thread. True if the loop waited."""
+        """Passes the turn to the loop if `step` waits for this worker; else returns False. Called in any thread."""
         with self._turn_lock:
             awaited, self._awaited = self._awaited, False
         if awaited:
@@ -207,18 +207,21 @@ class LockStepThreads:
         return future.result(0)
 
     def _block_user_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        """Blocks a thread that user code started. The worker that the loop waits for may wait for this thread."""
+        """Waits for a result in a thread that user code started.
+
+        Lets the loop run meanwhile, although a worker has the turn: the worker may wait for this thread.
+        """
         over, too_late = threading.Event(), False
 
-        def time_is_up() -> None:
-            """Checks for a timeout on the loop, whose clock may jump past the result before this thread checks."""
+        def on_timeout() -> None:
+            """Decides on the loop if the result is late: this thread may wake up long after the loop's clock jumped."""
             nonlocal too_late
             too_late = not future.done()
             over.set()
 
         future.add_done_callback(lambda _: over.set())
         if timeout_s is not None:
-            self._loop.call_soon_threadsafe(self._loop.call_later, timeout_s, time_is_up)
+            self._loop.call_soon_threadsafe(self._loop.call_later, timeout_s, on_timeout)
         while not over.is_set():
             stepping = self._stepping
             if stepping is not None:

@@ -1,4 +1,4 @@
-"""The local variables of a user's function, to name those that later steps read and `run.state` does not have."""
+"""The local variables of a user's function: an error names those that later steps may read outside `run.state`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _MOST_BYTES = 1 << 16
 
 
 def variables_of(code: CodeType) -> dict[str, Any]:
-    """Returns the variables of the innermost call of this thread that is in the file of some code, by name."""
+    """Returns the local variables of this thread's innermost call of a function in the file of `code`, by name.
+
+    {} if the thread runs no such function.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != code.co_filename:
         frame = frame.f_back
@@ -25,8 +28,8 @@ def variables_of(code: CodeType) -> dict[str, Any]:
 
 
 def digests_of(variables: dict[str, Any]) -> dict[str, bytes]:
-    """Returns digests of the small numbers, texts, arrays, lists, tuples and dicts of them, and of objects
-    (schedulers) whose `state_dict()` is such a value, by name."""
+    """Returns digests of variables by name: of numbers, texts, small arrays, small lists, tuples and dicts of these,
+    and of objects (schedulers) whose `state_dict()` is such a value. Leaves out all others."""
     found = {}
     for name, value in variables.items():
         digest = hashlib.blake2b(digest_size=16)
@@ -42,7 +45,7 @@ def _content(value: Any) -> Any:
 
 
 def _add(digest: Any, value: Any, depth: int) -> bool:
-    """Adds a value to a digest. Returns False if it is of another kind, or large."""
+    """Adds a value to a digest. Returns False if it is large, or of a kind that `digests_of` leaves out."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         digest.update(repr(value)[:_MOST_BYTES].encode())
         return True

@@ -1,4 +1,4 @@
-"""What `tg.testing.run` sees of user code on each worker, in its thread: it holds, kills, records and compares."""
+"""Watches user code on each worker of `tg.testing.run`, in its thread: delays, kills, records and compares it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.sums import Sums
 from taskgraph.jobs import ElasticCall
 from taskgraph.protocol.messages import Encoded
-from taskgraph.testing.compared import Comparison, Record, differing, value_digests
+from taskgraph.testing.compared import Comparison, Record, format_differing, value_digests
 from taskgraph.testing.means import MeansCheck
 from taskgraph.testing.scene import Scene
 from taskgraph.testing.variables import digests_of, variables_of
@@ -25,7 +25,7 @@ __all__ = ["Comparer", "Recorder", "Watcher", "watched"]
 
 
 def watched(call: ElasticCall, watch: Callable[[Run, CodeType], Watcher]) -> ElasticCall:
-    """Returns a call whose runs are watched."""
+    """Wraps a call: whenever a worker runs it, `watch(run, code of the function)` makes the run's watcher."""
     code: CodeType = inspect.unwrap(call.function).__code__
 
     @functools.wraps(call.function)
@@ -39,7 +39,7 @@ def watched(call: ElasticCall, watch: Callable[[Run, CodeType], Watcher]) -> Ela
 
 
 class Watcher:
-    """Waits where the scene wants it to. A `taskgraph.elastic_jobs.watching.Watch`."""
+    """A `taskgraph.elastic_jobs.watching.Watch` that lets the scene delay or kill the worker at each stage."""
 
     def __init__(self, scene: Scene, run: Run, code: CodeType) -> None:
         self._scene = scene
@@ -48,21 +48,22 @@ class Watcher:
         self._endless = False
         self._had_part = False  # in the round at work; a worker without parts has all stages with the total
 
-    def _wait_for(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _run_on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Waits in the thread of user code until the loop has run a coroutine."""
         progress = self._run.progress
         with progress.turn.passed():
             progress.node.wait_for(work)
 
     def _reach(self, stage: str, step: int) -> None:
-        """Waits on the loop. The worker may be killed there."""
+        """Kills the worker if the test wants that at this stage of the step."""
         if self._scene.kills:
-            self._wait_for(lambda: self._scene.reached(self._run.worker, stage, step))
+            self._run_on_loop(lambda: self._scene.kill_if_due(self._run.worker, stage, step))
 
     def copied(self, step: int) -> None:
         pass
 
     def boundary(self, step: int, state: Any) -> None:
-        self._wait_for(lambda: self._scene.begin_step(self._run.worker, step, self._endless))
+        self._run_on_loop(lambda: self._scene.begin_step(self._run.worker, step, self._endless))
 
     def last_boundary(self, step: int, state: Any) -> None:
         pass
@@ -92,7 +93,7 @@ class Watcher:
 
     def shard(self, stage: str, done: int) -> None:
         if stage == "part":
-            self._wait_for(lambda: self._scene.begin_step(self._run.worker, done, endless=False))
+            self._run_on_loop(lambda: self._scene.begin_step(self._run.worker, done, endless=False))
         self._reach(stage, done)
 
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
@@ -102,11 +103,11 @@ class Watcher:
         pass
 
     def value(self, value: Any) -> None:
-        """The function has returned a value."""
+        """User code has returned the job's value."""
 
 
 class Recorder(Watcher):
-    """Records what one worker alone computes, and checks its means."""
+    """Records what one worker alone computes. Checks also that no mean is summed, and no sum averaged."""
 
     def __init__(self, record: Record, scene: Scene, run: Run, code: CodeType) -> None:
         super().__init__(scene, run, code)
@@ -137,7 +138,7 @@ class Recorder(Watcher):
         self._means.computed(place, part, sums)
         if place.step == 0 and "weight" in sums.tree():
             self._trained = True
-        self._record.part(place, part, sums)
+        self._record.add_part(place, part, sums)
 
     def total(self, place: Place, parts: int) -> None:
         self._means.total()
@@ -146,14 +147,14 @@ class Recorder(Watcher):
         self._before_piece = self._digests()
 
     def _digests(self) -> dict[str, bytes]:
-        """Returns the digests of the state; none while it has what cannot travel, which the first step says."""
+        """Returns digests of the state by path; {} if a value has no encoding yet: the first step reports that."""
         try:
             return self._run.progress.digests(self._run.named)
         except (ValueError, ValueNotEncodable):  # ValueError: a lazy parameter
             return {}
 
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
-        if changed := differing(self._before_piece, self._digests()):
+        if changed := format_differing(self._before_piece, self._digests()):
             raise StateError(
                 f"{call} changed {changed} in run.state, and its function runs on one worker only: change the state "
                 f"after it, by what it returns"
@@ -176,30 +177,30 @@ class Comparer(Watcher):
         self._comparison = Comparison(record, run.worker)
 
     def copied(self, step: int) -> None:
-        self._comparison.copied(step)
+        self._comparison.note_joined(step)
 
     def boundary(self, step: int, state: Any) -> None:
-        self._comparison.variables(step, variables_of(self._code))
-        self._comparison.step(step, self._run.progress.digests(state))
+        self._comparison.note_variables(step, variables_of(self._code))
+        self._comparison.check_step(step, self._run.progress.digests(state))
         super().boundary(step, state)
 
     def last_boundary(self, step: int, state: Any) -> None:
-        self._comparison.state(step, self._run.progress.digests(state))
+        self._comparison.check_state(step, self._run.progress.digests(state))
 
     def computed(self, place: Place, part: Part, sums: Sums) -> None:
-        self._comparison.part(place, part, sums)
+        self._comparison.check_part(place, part, sums)
         super().computed(place, part, sums)
 
     def total(self, place: Place, parts: int) -> None:
-        self._comparison.total(place)
+        self._comparison.check_total(place)
         super().total(place, parts)
 
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
-        return self._comparison.result(call, position, piece, found)
+        return self._comparison.check_result(call, position, piece, found)
 
     def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
-        self._comparison.report(position, step, numbers)
+        self._comparison.check_report(position, step, numbers)
 
     def value(self, value: Any) -> None:
         if not self._run.deals:
-            self._comparison.value(value)
+            self._comparison.check_value(value)

@@ -1,8 +1,8 @@
 """`tg.testing.run` of an elastic job.
 
 A strict run is two runs. The first has one worker, which computes all parts in order; its states, parts and value are
-recorded. In the second one newcomers join and old workers leave, unasked; what any worker computes
-is compared with the record.
+recorded. In the second run newcomers join and old workers leave or die; what any worker computes is compared with the
+record.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_kills(kills: dict[tuple[int, int], str]) -> None:
 
 
 class WorkersRun(LimitedRun):
-    """The state of one call of `tg.testing.run` with an elastic job.
+    """One call of `tg.testing.run` with an elastic job: in strict mode two runs, each with its own scene.
 
     Args:
         kills: (place in the view, step) -> stage.
@@ -86,7 +86,7 @@ class WorkersRun(LimitedRun):
         job = dataclasses.replace(job, _elastic=watched(job.elastic, functools.partial(watch, scene)))
         self._scene = scene
         self._cluster = cluster = InProcessCluster(job, rng=rng, threads=threads, on_event=scene.note)
-        scene.begin(cluster)
+        scene.attach(cluster)
         await cluster.start(nodes)
         try:
             result = await self.result_of(cluster)
@@ -99,9 +99,11 @@ class WorkersRun(LimitedRun):
         return result
 
     def _check_endless(self, step: int) -> None:
-        assert self.most is not None
-        if step >= self.most:
-            self.fail_endless(f"took {self.most} steps without an end: no `break`, and run.steps has no passes=...")
+        assert self.max_rounds is not None
+        if step >= self.max_rounds:
+            self.fail_endless(
+                f"took {self.max_rounds} steps without an end: no `break`, and run.steps has no passes=..."
+            )
 
     def progress(self) -> int:
         """Returns a number that grows with every total that user code gets."""

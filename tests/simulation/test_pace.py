@@ -102,10 +102,10 @@ def test_each_process_reads_a_clock_of_its_own() -> None:
 
 
 def test_hosts_have_one_clock_each_and_no_clock_goes_by_a_timer_too_early() -> None:
-    assert HostClocks(random.Random(1), share=0.0).of("h1") == Clock()
+    assert HostClocks(random.Random(1), share=0.0).clock_of("h1") == Clock()
     clocks = HostClocks(random.Random(1), share=1.0)
-    first, second = clocks.of("h1"), clocks.of("h2")
-    assert first is clocks.of("h1") and first != second
+    first, second = clocks.clock_of("h1"), clocks.clock_of("h2")
+    assert first is clocks.clock_of("h1") and first != second
     assert all(abs(clock.rate - 1.0) <= clocks.drift <= pace.MAX_CLOCK_DRIFT for clock in (first, second))
     assert all(
         first.reads(first.when(first.reads(1.0) + more / 7)) >= first.reads(1.0) + more / 7 for more in range(999)

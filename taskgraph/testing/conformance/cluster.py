@@ -18,13 +18,13 @@ Connect = Callable[[], Awaitable[Coordinator]]
 
 
 class Cluster:
-    """A store and handles on it, with a prefix for the keys of one test."""
+    """Handles of several nodes on one store, with leases and a key prefix of one test. `close` ends them all."""
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
         self._handles: list[Coordinator] = []
         self._leases: list[Lease] = []
-        self._beside: list[Cluster] = []
+        self._others: list[Cluster] = []
         self.prefix = f"/test/{uuid.uuid4().hex}/"
 
     async def node(self) -> Coordinator:
@@ -37,12 +37,13 @@ class Cluster:
         self._leases.append(await node.lease(ttl_s, stall_limit_s=stall_limit_s))
         return self._leases[-1]
 
-    def beside(self) -> Cluster:
-        """Makes another cluster on the same store, with handles and keys of its own."""
-        self._beside.append(Cluster(self._connect))
-        return self._beside[-1]
+    def another(self) -> Cluster:
+        """Makes another cluster on the same store, with handles and keys of its own. Closed with this one."""
+        self._others.append(Cluster(self._connect))
+        return self._others[-1]
 
     def key(self, name: str) -> str:
+        """Returns the key of this name below the test's prefix."""
         return self.prefix + name
 
     async def put(self, node: Coordinator, name: str, value: bytes = b"", lease: int = 0) -> TxnResult:
@@ -57,8 +58,8 @@ class Cluster:
         await compact(revision)
 
     async def close(self) -> None:
-        for beside in self._beside:
-            await beside.close()
+        for other in self._others:
+            await other.close()
         for lease in self._leases:
             await lease.close(revoke=True)
         for handle in self._handles:

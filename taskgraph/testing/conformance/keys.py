@@ -119,7 +119,7 @@ class KeysSuite(Clusters):
         kv = await node.get(cluster.key("a"))
         assert kv is not None and kv.mod_revision == result.revision
 
-    async def test_prefix_delete_takes_all_below(self, cluster: Cluster, node: Coordinator) -> None:
+    async def test_prefix_delete_deletes_all_keys_below(self, cluster: Cluster, node: Coordinator) -> None:
         for name in ("b/1", "b/2", "b", "c"):
             await cluster.put(node, name)
         before = (await node.list(cluster.prefix)).revision
@@ -137,7 +137,7 @@ class KeysSuite(Clusters):
         result = await node.txn(Txn(success=(Get(cluster.key("a")),)))
         assert result.revision == revision and result.reads[0][0].value == b"1"
 
-    async def test_one_of_many_creates_a_key(self, cluster: Cluster, node: Coordinator) -> None:
+    async def test_one_of_several_nodes_creates_a_key(self, cluster: Cluster, node: Coordinator) -> None:
         nodes = [await cluster.node() for _ in range(5)]
         results = await asyncio.gather(
             *(
@@ -181,7 +181,7 @@ class KeysSuite(Clusters):
             assert not isinstance(raised.value, Unavailable | OutcomeUnknown)
         assert (await node.list(cluster.prefix)).items == ()
 
-    async def test_most_operations_of_a_transaction(self, cluster: Cluster, node: Coordinator) -> None:
+    async def test_transaction_may_have_128_operations(self, cluster: Cluster, node: Coordinator) -> None:
         names = [cluster.key(f"{number:03}") for number in range(128)]
         result = await node.txn(Txn(tuple(Compare(name, 0) for name in names), tuple(Put(name, b"") for name in names)))
         assert result.succeeded and len((await node.list(cluster.prefix)).items) == 128

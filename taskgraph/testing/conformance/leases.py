@@ -13,7 +13,7 @@ __all__ = ["LeasesSuite"]
 
 
 async def watch_for_delete(node: Coordinator, prefix: str, start: int, limit_s: float) -> tuple[WatchBatch, float]:
-    """The first batch with a delete, and the loop's time at which it came."""
+    """Returns the first batch with a delete, and the loop's time when it came. Fails the test after `limit_s`."""
     async with asyncio.timeout(limit_s), aclosing(node.watch(prefix, start)) as watch:
         async for batch in watch:
             if any(event.kind == "delete" for event in batch.events):
@@ -21,7 +21,7 @@ async def watch_for_delete(node: Coordinator, prefix: str, start: int, limit_s: 
     raise AssertionError("the watch ended by itself")
 
 
-async def lost(lease: Lease) -> None:
+async def wait_until_lost(lease: Lease) -> None:
     async with asyncio.timeout(30.0):
         while not lease.lost():
             lease.tick()
@@ -59,7 +59,7 @@ async def stuck_loop_loses_the_lease(cluster: Cluster, node: Coordinator) -> Non
     start = (await cluster.put(node, "a", b"", lease.id)).revision + 1
     _, _ = await watch_for_delete(observer, cluster.prefix, start, 30.0)
     assert lease.valid_until() < node.now()
-    await lost(lease)
+    await wait_until_lost(lease)
 
 
 async def tick_resumes_the_renewal(cluster: Cluster, node: Coordinator) -> None:
@@ -75,7 +75,7 @@ async def tick_resumes_the_renewal(cluster: Cluster, node: Coordinator) -> None:
     assert not lease.lost() and await node.get(cluster.key("a")) is not None
 
 
-async def seconds_left_of_any_lease(cluster: Cluster, node: Coordinator) -> None:
+async def any_node_reads_the_seconds_left_of_a_lease(cluster: Cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     renewed, lease = await cluster.lease(node, 4.0), await cluster.lease(node, 4.0)
     await cluster.put(node, "a", b"", lease.id)
@@ -96,12 +96,12 @@ async def seconds_left_of_any_lease(cluster: Cluster, node: Coordinator) -> None
     assert await observer.lease_left(0x7FFFFFFF) is None
 
 
-LASTING = (
+SLOW_SCENARIOS = (
     renewal_keeps_a_lease,
     closed_lease_expires_with_its_keys,
     stuck_loop_loses_the_lease,
     tick_resumes_the_renewal,
-    seconds_left_of_any_lease,
+    any_node_reads_the_seconds_left_of_a_lease,
 )
 
 
@@ -154,7 +154,7 @@ class LeasesSuite(Clusters):
         await node.revoke(lease.id)
         assert (await node.list(cluster.prefix)).revision == before
 
-    async def test_revoking_an_unknown_lease(self, cluster: Cluster, node: Coordinator) -> None:
+    async def test_revoking_an_unknown_lease_is_no_error(self, cluster: Cluster, node: Coordinator) -> None:
         lease = await cluster.lease(node)
         await node.revoke(lease.id)
         await node.revoke(lease.id)
@@ -164,7 +164,7 @@ class LeasesSuite(Clusters):
         lease = await cluster.lease(node, 2.0)
         other = await cluster.node()
         await other.revoke(lease.id)
-        await lost(lease)
+        await wait_until_lost(lease)
         assert lease.valid_until() <= node.now() + lease.ttl_s
 
     async def test_closing_with_revoke_deletes_keys(self, cluster: Cluster, node: Coordinator) -> None:
@@ -175,12 +175,12 @@ class LeasesSuite(Clusters):
         await lease.close(revoke=True)  # again: no error
 
     async def test_leases_over_seconds(self, cluster: Cluster) -> None:
-        """All at once, as each waits for seconds."""
+        """Plays the scenarios of `SLOW_SCENARIOS` at once, each on a cluster of its own: each waits for seconds."""
 
         async def play(scenario: Callable[..., Awaitable[None]]) -> None:
-            beside = cluster.beside()
-            await scenario(beside, await beside.node())
+            another = cluster.another()
+            await scenario(another, await another.node())
 
         async with asyncio.TaskGroup() as group:
-            for scenario in LASTING:
+            for scenario in SLOW_SCENARIOS:
                 group.create_task(play(scenario), name=scenario.__name__)

@@ -19,7 +19,7 @@ __all__ = ["WatchesSuite"]
 async def collect(
     node: Coordinator, prefix: str, start: int, enough: Callable[[list[WatchBatch]], bool]
 ) -> list[WatchBatch]:
-    """The batches of a watch until `enough` returns True, without progress notices."""
+    """Returns the batches of a watch with events, once `enough(batches)` is true. Fails the test after a minute."""
     batches: list[WatchBatch] = []
     async with asyncio.timeout(60.0), aclosing(node.watch(prefix, start)) as watch:
         async for batch in watch:
@@ -30,7 +30,7 @@ async def collect(
     raise AssertionError("the watch ended by itself")
 
 
-def until(revision: int) -> Callable[[list[WatchBatch]], bool]:
+def reached(revision: int) -> Callable[[list[WatchBatch]], bool]:
     return lambda batches: bool(batches) and batches[-1].revision >= revision
 
 
@@ -43,7 +43,7 @@ class WatchesSuite(Clusters):
 
     async def test_watch_from_the_past(self, cluster: Cluster, node: Coordinator) -> None:
         revisions = [(await cluster.put(node, "a", bytes([number]))).revision for number in range(10)]
-        found = events(await collect(node, cluster.prefix, revisions[3], until(revisions[-1])))
+        found = events(await collect(node, cluster.prefix, revisions[3], reached(revisions[-1])))
         assert found == [
             KeyEvent("put", KeyValue(cluster.key("a"), bytes([number]), revisions[0], revisions[number]))
             for number in range(3, 10)
@@ -60,7 +60,7 @@ class WatchesSuite(Clusters):
 
     async def test_a_watch_may_start_in_the_future(self, cluster: Cluster, node: Coordinator) -> None:
         now = (await cluster.put(node, "a")).revision
-        watching = asyncio.create_task(collect(node, cluster.prefix, now + 3, until(now + 3)))
+        watching = asyncio.create_task(collect(node, cluster.prefix, now + 3, reached(now + 3)))
         for _ in range(3):
             await cluster.put(node, "a")
         assert [event.kv.mod_revision for event in events(await watching)] == [now + 3]
@@ -77,7 +77,7 @@ class WatchesSuite(Clusters):
                 )
             )
         )
-        (batch,) = await collect(node, cluster.prefix, start, until(result.revision))
+        (batch,) = await collect(node, cluster.prefix, start, reached(result.revision))
         assert batch.revision == result.revision == start
         assert [(event.kind, event.kv.key) for event in batch.events] == [
             ("put", cluster.key("z")),
@@ -89,17 +89,17 @@ class WatchesSuite(Clusters):
     async def test_delete_event_has_no_value(self, cluster: Cluster, node: Coordinator) -> None:
         start = (await cluster.put(node, "a", b"value")).revision + 1
         revision = (await node.txn(Txn(success=(Delete(cluster.key("a")),)))).revision
-        found = events(await collect(node, cluster.prefix, start, until(revision)))
+        found = events(await collect(node, cluster.prefix, start, reached(revision)))
         assert found == [KeyEvent("delete", KeyValue(cluster.key("a"), b"", 0, revision))]
 
     async def test_watch_ignores_other_prefixes(self, cluster: Cluster, node: Coordinator) -> None:
         start = (await cluster.put(node, "b/1")).revision
         for name in ("a", "b", "bb", "c", "b/2"):
             last = (await cluster.put(node, name)).revision
-        found = events(await collect(node, cluster.key("b/"), start, until(last)))
+        found = events(await collect(node, cluster.key("b/"), start, reached(last)))
         assert [event.kv.key for event in found] == [cluster.key("b/1"), cluster.key("b/2")]
 
-    async def test_two_watches_of_a_node(self, cluster: Cluster, node: Coordinator) -> None:
+    async def test_two_watches_of_a_node_get_the_same_events(self, cluster: Cluster, node: Coordinator) -> None:
         start = (await node.list(cluster.prefix)).revision + 1
         async with asyncio.TaskGroup() as group:
             watches = [
@@ -110,20 +110,20 @@ class WatchesSuite(Clusters):
         first, second = (events(watch.result()) for watch in watches)
         assert first == second and len(first) == 5
 
-    async def test_watch_of_compacted_history(self, cluster: Cluster, node: Coordinator) -> None:
+    async def test_watch_of_compacted_history_is_refused(self, cluster: Cluster, node: Coordinator) -> None:
         first = (await cluster.put(node, "a", b"1")).revision
         last = first
         for _ in range(5):
             last = (await cluster.put(node, "a", b"2")).revision
         await cluster.compact(node, last)
         with pytest.raises(WatchCompacted):
-            await collect(node, cluster.prefix, first, until(last))
-        found = events(await collect(node, cluster.prefix, last, until(last)))
+            await collect(node, cluster.prefix, first, reached(last))
+        found = events(await collect(node, cluster.prefix, last, reached(last)))
         assert [event.kv.mod_revision for event in found] == [last]
         kv = await node.get(cluster.key("a"))
         assert kv is not None and kv.create_revision == first
 
-    async def test_compaction_behind_a_watch(self, cluster: Cluster, node: Coordinator) -> None:
+    async def test_compaction_does_not_end_a_running_watch(self, cluster: Cluster, node: Coordinator) -> None:
         other = await cluster.node()
         start = (await cluster.put(node, "a")).revision
         async with asyncio.timeout(30), aclosing(node.watch(cluster.prefix, start)) as watch:
@@ -144,7 +144,7 @@ class WatchesSuite(Clusters):
         start = (await node.list(cluster.prefix)).revision + 1
         watching = asyncio.create_task(collect(node, cluster.prefix, start, lambda _: False))
         revision = (await cluster.put(node, "a")).revision
-        await collect(node, cluster.prefix, start, until(revision))
+        await collect(node, cluster.prefix, start, reached(revision))
         watching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watching
@@ -188,6 +188,6 @@ class WatchesSuite(Clusters):
 
         await asyncio.gather(*(put(str(number)) for number in range(50)))
         last = (await cluster.put(node, "last")).revision
-        batches = await collect(node, cluster.prefix, start, until(last))
+        batches = await collect(node, cluster.prefix, start, reached(last))
         assert [event.kv.mod_revision for event in events(batches)] == list(range(start, last + 1))
         assert [batch.revision for batch in batches] == [batch.events[-1].kv.mod_revision for batch in batches]

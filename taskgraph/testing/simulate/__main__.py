@@ -1,4 +1,4 @@
-"""The command line: many seeds and their coverage, or one and its transcript."""
+"""The command line: runs many seeds and prints what they covered, or one seed and prints its transcript."""
 
 from __future__ import annotations
 
@@ -40,6 +40,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_seeds(seeds: range, limit_s: float | None, keep_going: bool, run: Callable[[int], Outcome]) -> int:
+    """Runs seeds, and prints how they ended and what they covered. Returns 1 if a seed found a problem, else 0.
+
+    Args:
+        limit_s: starts no seed after this time.
+        keep_going: runs the other seeds, too, after a problem.
+    """
     began = time.monotonic()
     faults: Counter[str] = Counter()
     states: Counter[str] = Counter()

@@ -32,7 +32,7 @@ class SimCoordinator:
         on_txn: called twice for every transaction: with "sending", and with "before", when the server executes it.
         timeout_s: the time limit of a call with its retries.
         lag: a factor for the delay of watches.
-        slips: draws which reads and transactions are lost or late.
+        call_faults: draws which reads and transactions are lost or late.
         slow_actors: adds delays to calls and watches.
     """
 
@@ -67,13 +67,13 @@ class SimCoordinator:
         self.hold_next: Callable[[Callable[[], None]], None] | None = None  # delivers the next transaction
 
     @property
-    def can_receive(self) -> bool:
+    def gets_events(self) -> bool:
         """True if watches get events."""
         return self._can_receive and not self._stalled
 
     @property
-    def answers(self) -> bool:
-        """True if answers to its calls arrive."""
+    def gets_answers(self) -> bool:
+        """True if answers to calls arrive. Watches may be stalled nevertheless."""
         return self._can_receive
 
     def late_s(self, what: str) -> float:
@@ -81,7 +81,7 @@ class SimCoordinator:
         actors = self._slow_actors
         return actors.late_s(what, f"{what} of {self.process.name}") if actors is not None else 0.0
 
-    def answer_delay(self) -> float:
+    def answer_delay_s(self) -> float:
         """Returns the delay of an answer from the server to this process."""
         return (
             self.etcd.delay()
@@ -148,6 +148,12 @@ class SimCoordinator:
             await asyncio.sleep(_RETRY_S)
 
     async def _call(self, what: str, execute: Callable[[], T], *, writes: bool, timeout_s: float | None = None) -> T:
+        """Sends one request, which the server executes, and waits for the answer. Draws faults of the request.
+
+        Raises:
+            Unavailable: the server did not execute the request, or it was a read that got no answer in time.
+            OutcomeUnknown: the connection broke, or a write got no answer in time.
+        """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._check_usable()
         etcd, rng = self.etcd, self.etcd.rng
@@ -164,7 +170,7 @@ class SimCoordinator:
 
         def reply(value: T | None, error: Exception | None) -> None:
             if self._can_receive and not self._end_reason:
-                loop.call_later(self.answer_delay() + late_s, settle, value, error, context=self.process.context)
+                loop.call_later(self.answer_delay_s() + late_s, settle, value, error, context=self.process.context)
 
         def run() -> None:
             etcd.store.expire()
@@ -192,13 +198,13 @@ class SimCoordinator:
                 etcd.arrive(run)
 
         lost, late_s = "", 0.0
-        if not writes and self._call_faults is not None and (lost := self._call_faults.read()) == "late":
-            lost, late_s = "", self._call_faults.late_s()
+        if not writes and self._call_faults is not None and (lost := self._call_faults.draw_read()) == "late":
+            lost, late_s = "", self._call_faults.late_read_s()
         if writes and self.lose_next:
             self.lose_next -= 1
             lost = rng.choice(("answer", "answer", "request", "refused", "late"))
         elif writes and self._call_faults is not None:
-            lost = self._call_faults.write()
+            lost = self._call_faults.draw_write()
         if self.can_send:
             if writes and self.hold_next is not None:
                 hold, self.hold_next = self.hold_next, None
@@ -267,20 +273,22 @@ class SimCoordinator:
         """Acts as if the process died. Requests that were sent may still arrive."""
         self._end("this process is dead")
 
-    def forget(self, lease: SimLease) -> None:
+    def forget_lease(self, lease: SimLease) -> None:
         self._leases.pop(lease, None)
 
     def lease_valid_until(self, lease_id: int) -> float:
-        """Returns the time until which this process relies on a lease."""
+        """Returns the time, by the host's clock, until which this process relies on a lease; 0.0 if on none."""
         return max(
             (lease.valid_until() for lease in self._leases if lease.id == lease_id and lease.running), default=0.0
         )
 
     @property
-    def gone(self) -> bool:
+    def ended(self) -> bool:
+        """True once the handle is closed, or its process died."""
         return bool(self._end_reason)
 
     def _end(self, why: str) -> None:
+        """Ends the leases' renewals and the watches; calls fail with this reason from now on."""
         self._end_reason = self._end_reason or why
         for lease in tuple(self._leases):
             lease.stop()
@@ -289,6 +297,7 @@ class SimCoordinator:
             stream.arrived.set()
 
     def _check_usable(self) -> None:
+        """Raises Unavailable once the handle is closed, or its process died."""
         if self._end_reason:
             raise Unavailable(f"etcd cannot be used: {self._end_reason}")
 
@@ -332,8 +341,8 @@ class SimLease:
 
     async def close(self, *, revoke: bool) -> None:
         self.stop()
-        self._coordinator.forget(self)
-        if revoke and not self._coordinator.gone:
+        self._coordinator.forget_lease(self)
+        if revoke and not self._coordinator.ended:
             try:
                 async with asyncio.timeout(_REVOKE_S):
                     await self._coordinator.revoke(self._id)
@@ -341,6 +350,7 @@ class SimLease:
                 pass  # the lease expires anyway
 
     def stop(self) -> None:
+        """Ends the renewals. The server keeps the lease until its TTL is over."""
         self.running = False
         if self._timer is not None:
             self._timer.cancel()
@@ -363,10 +373,10 @@ class SimLease:
             if etcd.down:
                 return
             exists = etcd.store.renew(self._id)
-            if client.answers and not client.gone:
+            if client.gets_answers and not client.ended:
                 loop = asyncio.get_running_loop()
                 context = client.threads.context
-                loop.call_later(client.answer_delay(), self._on_renewal_reply, now, exists, context=context)
+                loop.call_later(client.answer_delay_s(), self._on_renewal_reply, now, exists, context=context)
 
         etcd.later(etcd.delay() + client.late_s("renewals"), etcd.arrive, execute)
 

@@ -77,6 +77,9 @@ _MOMENTS = (
     "point compose", "point processor", "point sync", "point snapshot", "point done", "point commit",
     "point committed",
 )  # fmt: skip
+"""A moment is: "sending" a write of a kind (`invariants.kind_of`) or a message; just "before" or "after" a write; the
+arrival of a message, whose receiver ("message") or sender ("answer") is the moment's node; the "point" where a node has
+reached a stage of an epoch."""
 _OVERTAKEN_BY = {
     "sending commit": ("takeover", "takeover", "restart", "register"),
     "sending takeover": ("commit", "takeover", "admit", "evict", "restart"),
@@ -146,10 +149,12 @@ class CallFaults:
 
     @property
     def active(self) -> bool:
+        """True if reads may fail or be late, or probes be slow."""
         return self._read_failure_share > 0 or self._slow_probes
 
     @property
     def loses_writes(self) -> bool:
+        """True if transactions may fail."""
         return self._write_failure_share > 0
 
     def end(self) -> None:
@@ -157,28 +162,28 @@ class CallFaults:
         self._read_failure_share, self._slow_probes = 0.0, False
         self._write_failure_share = self._report_loss_share = 0.0
 
-    def write(self) -> str:
-        """Draws how a transaction fails; "" if it succeeds."""
+    def draw_write(self) -> str:
+        """Draws how a transaction fails: "" (it succeeds), "request", "answer" (is lost), "refused" or "late"."""
         if not self._write_failure_share or self._write_rng.random() >= self._write_failure_share:
             return ""
         return self._write_rng.choice(("answer", "answer", "request", "refused", "late"))
 
-    def report(self) -> bool:
-        """True if a report is lost."""
+    def loses_report(self) -> bool:
+        """Draws whether a report is lost."""
         return self._report_loss_share > 0 and self._write_rng.random() < self._report_loss_share
 
-    def read(self) -> str:
+    def draw_read(self) -> str:
         """Draws how a read fails: "" (it succeeds), "request" or "answer" (is lost), or "late"."""
         if not self._read_failure_share or self._read_rng.random() >= self._read_failure_share:
             return ""
         return self._read_rng.choice(("answer", "request", "late"))
 
-    def late_s(self) -> float:
-        """Returns the delay of a late read, mostly less than the timeout of a call."""
+    def late_read_s(self) -> float:
+        """Draws the delay of a late read, mostly less than the timeout of a call."""
         return _LATE_READ_S * self._read_rng.random() ** 2
 
     def probe_s(self, limit_s: float) -> float:
-        """Returns the extra duration of a probe, less than `limit_s`."""
+        """Draws the extra duration of a probe, less than `limit_s`; 0.0 in seeds without slow probes."""
         return 0.9 * limit_s * self._read_rng.random() if self._slow_probes else 0.0
 
 
@@ -203,7 +208,11 @@ def draw(rng: random.Random, *, talks: bool, erratic: bool) -> list[Fault]:
 
 
 def draw_one(rng: random.Random, *, follows: bool) -> Fault:
-    """Draws one failure of any kind. `follows`: it follows another failure, so it has no moment."""
+    """Draws one failure of any kind, and perhaps others that follow it (`then`).
+
+    Args:
+        follows: the failure itself follows another one, so it has no moment.
+    """
     weights = [_MOMENT_WEIGHTS.get(m, 1) for m in _MOMENTS]
     fault = Fault(
         kind=rng.choices(KINDS, _KIND_WEIGHTS)[0],
@@ -227,7 +236,7 @@ def draw_one(rng: random.Random, *, follows: bool) -> Fault:
 def _make_late(
     fault: Fault, rng: random.Random, moment: str, overtaken_by: Mapping[str, tuple[str, ...]] = _OVERTAKEN_BY
 ) -> None:
-    """Makes the fault a write that arrives late: after a time, or just after another write."""
+    """Changes the fault to a late write, sent at `moment`: it arrives after a time, or just after another write."""
     fault.kind, fault.target, fault.moment = "etcd slow request", "who", moment
     if rng.random() < 0.6:
         fault.until = "after " + rng.choice(overtaken_by[moment])
@@ -327,8 +336,7 @@ def draw_for_epochs_in_flight(rng: random.Random, *, erratic: bool) -> list[Faul
 
 
 def draw_absences(rng: random.Random) -> list[Fault]:
-    """Draws several nodes that end, and one that freezes for so long that it counts as gone, or whose write arrives
-    late."""
+    """Draws nodes that end, and one node that freezes for so long that it counts as gone, or whose write is as late."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((2, 3, 4)))]
     for number, fault in enumerate(faults[1:]):
         fault.kind, fault.target, fault.gone_s, fault.then = (
@@ -355,7 +363,7 @@ def draw_absences(rng: random.Random) -> list[Fault]:
 
 
 def draw_report_crashes(rng: random.Random) -> list[Fault]:
-    """Draws the crash of a replica that has reported the job's end, about which replicas disagree."""
+    """Draws crashes of primaries whose report has just arrived, for jobs whose replicas disagree about the end."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 2)))]
     for fault in faults:
         fault.kind, fault.target, fault.gone_s, fault.then = "crash", "who", rng.choice((0.0, 0.005)), None
@@ -430,7 +438,7 @@ class Resubmission:
 
     Attributes:
         shut: failures that end the first run; empty if it ends by itself.
-        collected: results of the first run are collected before, if there are some.
+        collected: a launcher collects the results of the first run before.
         after_s: time between the end of the first run and the submission.
         resume: the second run resumes from the newest checkpoint, if there is one.
         lost: how many writes of the submission have an unknown outcome.
@@ -445,17 +453,17 @@ class Resubmission:
     faults: list[Fault]
 
 
-def draw_resubmission(rng: random.Random, *, keeps: bool) -> Resubmission:
+def draw_resubmission(rng: random.Random, *, has_checkpoints: bool) -> Resubmission:
     """Draws a second submission of the job's name.
 
     Args:
-        keeps: the job has checkpoints.
+        has_checkpoints: the job has checkpoints.
     """
     shut: list[Fault] = []
     if rng.random() < 0.7:
         shut = [draw_one(rng, follows=False)]
         shut[0].kind, shut[0].until, shut[0].count = "shut down", "", rng.choice((1, 1, 2, 3, 5, 9))
-        if keeps and rng.random() < 0.8:  # right after the first checkpoint: the job may end soon
+        if has_checkpoints and rng.random() < 0.8:  # right after the first checkpoint: the job may end soon
             shut[0].moment, shut[0].count = rng.choice(("after checkpoint", *_CHECKPOINT_MOMENTS[:9])), 1
             shut[0].saved = True
         if rng.random() < 0.5:  # a node does not learn about it
@@ -469,7 +477,7 @@ def draw_resubmission(rng: random.Random, *, keeps: bool) -> Resubmission:
         shut=shut,
         collected=rng.random() < 0.6,
         after_s=rng.choice((0.0, 0.0, 0.01, 0.1, 1.0)) * rng.random(),
-        resume=rng.random() < (0.85 if keeps else 0.7),
+        resume=rng.random() < (0.85 if has_checkpoints else 0.7),
         lost=rng.choice((0, 0, 0, 1, 2)),
         faults=[draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 3)))],
     )
@@ -495,6 +503,7 @@ def _after_lost_file(fault: Fault) -> Fault:
 
 
 def _checkpoint_fault(rng: random.Random, kind: str) -> Fault:
+    """Draws a fault of this kind, mostly at a moment of a checkpoint or a roll-back."""
     fault = draw_one(rng, follows=False)
     fault.kind, fault.until = kind, ""
     if rng.random() < 0.8:
@@ -527,17 +536,17 @@ def _frozen_during_roll_back(rng: random.Random) -> list[Fault]:
 # -- races that need several failures: in some of the seeds ----------------------------
 
 
-def choose_race(rng: random.Random, *, talks: bool, keeps: bool) -> str:
-    """Returns the name of the race that a seed has; "" for none.
+def choose_race(rng: random.Random, *, talks: bool, has_checkpoints: bool) -> str:
+    """Draws which race a seed has, and returns its name; "" for none.
 
     Args:
         talks: tasks send flags and requests, also tasks that are not the leader's.
-        keeps: the job has checkpoints.
+        has_checkpoints: the job has checkpoints.
     """
-    if rng.random() >= _RACE_SHARE or not (talks or keeps):
+    if rng.random() >= _RACE_SHARE or not (talks or has_checkpoints):
         return ""
     of_checkpoints = ("late pointer", "newer checkpoint", "newer checkpoint")
-    return rng.choice((*(("late seal",) * talks), *(of_checkpoints * keeps)))
+    return rng.choice((*(("late seal",) * talks), *(of_checkpoints * has_checkpoints)))
 
 
 def draw_race_faults(rng: random.Random, race: str) -> list[Fault]:

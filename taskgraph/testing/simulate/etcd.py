@@ -31,7 +31,7 @@ class SimStore(MemoryStore):
         super().__init__()
         self.stopped = False
         self._on_write = on_write
-        self._revived: set[int] = set()
+        self._revived: set[int] = set()  # leases whose TTL was over, and which got a new one from `reset_ttls`
 
     def _publish(self, events: list[KeyEvent]) -> None:
         super()._publish(events)
@@ -80,6 +80,7 @@ class SimStore(MemoryStore):
         return lease is None or lease_id in self._revived or lease.ends_at() <= own_time() + within_s
 
     def restart_timers(self) -> None:
+        """Lets the clock run again after it was stopped: leases expire."""
         self.stopped = False
         self._schedule()
 
@@ -88,7 +89,7 @@ class Client(Protocol):
     """A client's connection, for the server."""
 
     @property
-    def can_receive(self) -> bool:
+    def gets_events(self) -> bool:
         """True if the client's watches get events."""
 
     @property
@@ -114,7 +115,7 @@ class Stream:
         self._connection_number = 0
         self._last_at = 0.0
         self._send_scheduled = False
-        self._reopened = False  # True: the client must be told that the connection broke
+        self._reopened = False  # True: the client must learn that the connection broke
         self.batches: list[WatchBatch | WatchCompacted] = []
         self.arrived = asyncio.Event()
 
@@ -135,9 +136,10 @@ class Stream:
         self.schedule_send()
 
     def _send_events(self) -> None:
+        """Sends all events since the last call, in one or two batches; nothing while the client gets no events."""
         self._send_scheduled = False
         etcd = self._etcd
-        if not etcd.serving or not self._client.can_receive:
+        if not etcd.serving or not self._client.gets_events:
             return  # scheduled again on recovery
         store = etcd.store
         if self._reopened:
@@ -162,6 +164,7 @@ class Stream:
         self._next = upto + 1
 
     def _send(self, what: WatchBatch | WatchCompacted, upto: int) -> None:
+        """Sends a batch, or the error that ends the watch, which covers the events up to a revision."""
         self._next = upto + 1
         self._deliver_later(what, upto)
 
@@ -171,8 +174,9 @@ class Stream:
         )
         call_at_own_time(self._last_at, self._deliver, self._connection_number, what, upto, context=self._context)
 
-    def _deliver(self, life: int, what: WatchBatch | WatchCompacted, upto: int) -> None:
-        if life == self._connection_number:
+    def _deliver(self, connection_number: int, what: WatchBatch | WatchCompacted, upto: int) -> None:
+        """Hands a batch to the client, unless the connection broke after the batch was sent."""
+        if connection_number == self._connection_number:
             self.delivered = max(self.delivered, upto + 1)
             self.batches.append(what)
             self.arrived.set()
@@ -198,6 +202,7 @@ class SimEtcd:
 
     @property
     def serving(self) -> bool:
+        """True if the server neither is paused nor has ended."""
         return not (self.paused or self.down)
 
     def now(self) -> float:
@@ -290,6 +295,7 @@ class SimEtcd:
         self.wake()
 
     def _execute_backlog(self) -> None:
+        """Executes the requests that waited in a pause, in random order."""
         backlog, self._backlog = self._backlog, []
         self.rng.shuffle(backlog)
         for execute in backlog:

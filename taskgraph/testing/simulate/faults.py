@@ -16,7 +16,10 @@ __all__ = ["Faults"]
 
 
 class Faults:
-    """Injects faults into a world."""
+    """Injects faults into a world.
+
+    Each kind of fault has a method of its name, as `_etcd_pause(fault, target)`; `target` is the node that is hit.
+    """
 
     def __init__(self, world: World, faults: list[Fault], rng: random.Random, *, ruthless: bool) -> None:
         self._world = world
@@ -33,7 +36,7 @@ class Faults:
         world.moment = self._on_moment
 
     def add_around_checkpoints(self, faults: list[Fault]) -> None:
-        """Adds faults. Faults that end all replicas of a task wait for the first checkpoint."""
+        """Adds faults of a job with checkpoints. Faults that end all replicas of a task wait for the first one."""
         self.bold = any(f.kind == "massacre" or (f.then is not None and f.then.kind == "massacre") for f in faults)
         self.add(faults)
 
@@ -46,6 +49,7 @@ class Faults:
                 self._world.etcd.later(fault.at_s, self._inject, fault, "")
 
     def _on_moment(self, name: str, node: str, peer: str = "") -> None:
+        """Called at each moment: injects the faults that wait for it, and resumes what is held back until it."""
         if self._held_back:
             due = [resume for moment, resume in self._held_back if moment == name]
             self._held_back = [held for held in self._held_back if held[0] != name]
@@ -61,7 +65,11 @@ class Faults:
 
     # -- targets ----------------------------------------------------------------------------------
 
-    def _target(self, fault: Fault, who: str) -> SimNode | None:
+    def _choose_target(self, fault: Fault, who: str) -> SimNode | None:
+        """Chooses the node that `fault.target` describes; if it does not exist, any node; None: no node exists.
+
+        `who` is the node of the fault's moment.
+        """
         world = self._world
         view = world.invariants.view
         nodes = world.existing()
@@ -98,7 +106,7 @@ class Faults:
         return self._rng.choice(others) if others else None
 
     def _is_survivable(self, *victims: SimNode) -> bool:
-        """True if every task of the victims has a replica in sync on another node that stays."""
+        """True if every task of the victims has a replica in sync on another node that stays, or may be lost."""
         world = self._world
         view = world.invariants.view
         if self.ruthless or (self.bold and view.checkpoint is not None):
@@ -110,6 +118,7 @@ class Faults:
     # -- what -------------------------------------------------------------------------------------
 
     def _inject(self, fault: Fault, who: str, peer: str = "") -> None:
+        """Makes a fault happen now, and the one that follows it later. Puts it off if it must wait for a checkpoint."""
         if self._stopped:
             return
         saved = fault.saved or (fault.kind == "massacre" and self.bold and not self.ruthless)
@@ -123,17 +132,19 @@ class Faults:
         if fault.then is not None:
             self._later(fault.then.at_s, self._inject, fault.then, who, peer)
         self._peer = peer
-        target = self._target(fault, who)
+        target = self._choose_target(fault, who)
         if target is None:
             return
         getattr(self, "_" + fault.kind.replace(" ", "_").replace("-", "_"))(fault, target)
 
     def _later(self, delay_s: float, function: object, *args: object) -> None:
+        """Calls a function after a delay, outside of all processes."""
         self._world.etcd.later(delay_s, function, *args)  # type: ignore[arg-type]
 
     def _log_fault(self, fault: Fault, detail: str) -> None:
+        """Logs and counts a fault that takes effect."""
         when = f" ({fault.moment})" if fault.moment else ""
-        self._world.transcript.fault(fault.kind, detail + when)
+        self._world.transcript.add_fault(fault.kind, detail + when)
 
     def _crash(self, fault: Fault, target: SimNode, *, host: bool = False) -> None:
         if not self._is_survivable(target):
@@ -199,11 +210,13 @@ class Faults:
         self._world.cancel_job()
 
     def _start_node(self, name: str) -> None:
+        """Starts a node, unless one of this name exists, or faults have ended."""
         if not self._stopped and not any(n.name == name for n in self._world.existing()):
             node = self._world.add(name)
             self._world.transcript.add("world", "start", node.id)
 
     def _freeze(self, fault: Fault, target: SimNode) -> None:
+        """Freezes a node's whole process, with the lease's thread."""
         wakes = f", or until just {fault.wakes}" if fault.wakes else ""
         self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s{wakes}")
         target.process.frozen = target.threads.frozen = True
@@ -238,6 +251,7 @@ class Faults:
         self._later(self._rng.uniform(0.005, 0.05), self._run_briefly, target, until)
 
     def _thaw_quietly(self, target: SimNode) -> None:
+        """Thaws a node's main loop, unless another fault has frozen the whole process."""
         if not target.threads.frozen:
             target.process.thaw(self._world.loop)
 
@@ -305,6 +319,7 @@ class Faults:
         self._later(fault.lasts_s, self._reconnect, target)
 
     def _reconnect(self, target: SimNode) -> None:
+        """Ends a cut between a node and etcd."""
         target.coordinator.cut(can_send=True, can_receive=True)
 
     def _etcd_compaction(self, fault: Fault, target: SimNode) -> None:
@@ -329,6 +344,7 @@ class Faults:
             self._cut_link(one, two, fault.lasts_s)
 
     def _cut_link(self, one: SimNode, other: SimNode, lasts_s: float) -> None:
+        """Cuts the link from one node to another for a time."""
         network = self._world.network
         self._later(lasts_s, network.heal, one.id, other.id, network.cut(one.id, other.id))
 
@@ -400,7 +416,7 @@ class Faults:
         view, place = self._world.invariants.view, self._world.place
         assert view.checkpoint is not None and view.epoch is not None
         name, at = view.checkpoint.record.name, view.epoch.record
-        path = place.lose(name)
+        path = place.damage_checkpoint(name)
         self._log_fault(fault, path)
         going_back = any(known.node.takeovers.any_under_way for known in self._world.existing())
         if path and (going_back or (at.lineage and at.epoch == at.base)):  # no commit since the roll-back

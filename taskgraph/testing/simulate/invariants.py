@@ -141,7 +141,7 @@ class Invariants:
             assert view.epoch is not None
             self._check_epoch_change(at, view.epoch.record, written, held)
             if view.epoch.record.epoch < at.epoch and pointer is not None:
-                self._check_newest(pointer)
+                self._check_rolled_back_to_newest(pointer)
         elif at is not None and view.keys.checkpoint in written:
             self._check_pointer()
         if view.status is not None and view.status.record.state != state and state != State.RUNNING:
@@ -153,7 +153,7 @@ class Invariants:
             raise Violation(f"the last epoch that committed {ended}")
         for task, known in view.primaries.items():
             if known.mod_revision == revision and known.record.node not in held[task]:
-                self._check_from_nothing(task, held[task])
+                self._check_primary_without_boundary(task, held[task])
         for node, record in gone_before.items():
             if view.gone.get(node) != record:
                 raise Violation(f"node {node} was declared gone, and then something else was written about it")
@@ -163,6 +163,12 @@ class Invariants:
         self._check_wishes_agree()
 
     def _check_put(self, kv: KeyValue, before: Mapping[int, object], gone: Container[str]) -> None:
+        """Checks one written key: a primary has the next term, and only a primary writes its members' keys.
+
+        Args:
+            before: task -> its primary before the write.
+            gone: nodes that were gone before the write.
+        """
         keys = self.view.keys
         if kv.lease and not kv.key.startswith(keys.nodes):
             raise Violation(f"{kv.key} hangs on a lease")
@@ -232,8 +238,8 @@ class Invariants:
         self._commit_calls = set()
         self._is_over = False
 
-    def _check_newest(self, pointer: CheckpointRecord) -> None:
-        """Checks that a roll-back goes to the newest usable checkpoint."""
+    def _check_rolled_back_to_newest(self, pointer: CheckpointRecord) -> None:
+        """Checks that a roll-back went to the newest checkpoint, `pointer`, if that is usable."""
         assert self.view.checkpoint is not None
         name = self.view.checkpoint.record.name
         if name != pointer.name and self._checkpoint_values(pointer) is not None:
@@ -253,18 +259,18 @@ class Invariants:
                 continue
             if task not in files:
                 raise Violation(f"{record} is complete without a file of task {task}")
-            if self._state(files[task]) != self.states[record.epoch][task]:
+            if self._decode_state(files[task]) != self.states[record.epoch][task]:
                 raise Violation(f"{record}: the file of task {task} has another state than was committed")
             self._sharing.check_value(task, files[task], record.epoch, str(record))
         self._checkpoints[record.name] = record.epoch
 
     def is_of_last_commit(self, boundary: Stamp) -> bool:
-        """True if the boundary was committed last, and is not undone."""
+        """True if this boundary is the last committed one, in the attempt that computed it."""
         at = self.view.epoch.record if self.view.epoch is not None else None
         return at is not None and at.epoch == boundary.epoch and self._attempts.get(at.epoch) == boundary.attempt
 
-    def _check_from_nothing(self, task: int, held: list[str]) -> None:
-        """Checks that a primary without a boundary begins only if all nodes with one are gone."""
+    def _check_primary_without_boundary(self, task: int, held: list[str]) -> None:
+        """Checks that a primary without a boundary began only since all nodes that had one (`held`) are gone."""
         view = self.view
         assert view.epoch is not None
         if present := [name for name in held if name not in view.gone or name in view.nodes]:
@@ -277,14 +283,15 @@ class Invariants:
             self._in_checkpoint.add(task)
 
     def _check_commit(self, stamp: Stamp) -> None:
+        """Checks an epoch that was committed against what user code did in it, and keeps its states."""
         assert self.view.epoch is not None
         terms = {task: self.view.term(task) for task in range(self._tasks)}
         self._check_min_in_sync(stamp, terms)
         if self._is_over:
             raise Violation(f"epoch {stamp.epoch} committed, and the one before it was the job's last one")
         self._sharing.check_commit(stamp.epoch)
-        after = self._runs.committed(stamp, terms, self.states[stamp.epoch], self.view.epoch.record.base)
-        self._is_over = self._runs.finishing(stamp, terms) or stamp.epoch + 1 == self._epochs
+        after = self._runs.check_commit(stamp, terms, self.states[stamp.epoch], self.view.epoch.record.base)
+        self._is_over = self._runs.finish_was_called(stamp, terms) or stamp.epoch + 1 == self._epochs
         self.states[stamp.epoch + 1] = after
         self._attempts[stamp.epoch + 1] = stamp.attempt
         self._in_checkpoint = set()
@@ -296,6 +303,7 @@ class Invariants:
         self._keys = {task: (stamp.epoch + 1, stamp.attempt, term) for task, term in terms.items()}
 
     def _count_members(self, revision: int) -> None:
+        """Notes the number of each task's members, if it changed at this revision."""
         for task in range(self._tasks):
             count = sum(member.record.until is None for member in self.view.members_of(task).values())
             counts = self._member_counts.setdefault(task, [])
@@ -304,7 +312,7 @@ class Invariants:
 
     def _check_min_in_sync(self, stamp: Stamp, terms: Mapping[int, int]) -> None:
         """Checks that `min_in_sync` members existed at one time since the epoch's states were computed."""
-        for task, since in self._runs.ended_at(stamp, terms).items() if self._min_in_sync > 1 else ():
+        for task, since in self._runs.end_revisions(stamp, terms).items() if self._min_in_sync > 1 else ():
             counts = self._member_counts[task]
             at_first = max(at for at, _ in counts if at <= since)
             most = max(count for at, count in counts if at >= at_first)
@@ -337,14 +345,15 @@ class Invariants:
                 if held is None:
                     raise Violation(f"{name} is in sync for task {task}, and does not hold boundary {epoch}")
                 self._sharing.check_boundary(task, held, name)
-                if self._state(held.value) != state:
+                if self._decode_state(held.value) != state:
                     # A later term may offer the boundary under its own key: only the content must match.
                     raise Violation(
                         f"{name} is in sync for task {task}; what it holds as boundary {held.key} has another content "
                         f"than {key}, which was committed"
                     )
 
-    def _state(self, value: Encoded) -> int:
+    def _decode_state(self, value: Encoded) -> int:
+        """Returns the state, a number, in a snapshot."""
         known = self._state_by_digest.get(value.digest)
         if known is None:
             known = self._state_by_digest[value.digest] = int(decode(value)["state"]["value"][0])
@@ -366,7 +375,7 @@ class Invariants:
 
     def check_commit_calls(self) -> None:
         """Checks that `on_commit` was called only with committed epochs and their states."""
-        for task, number, state in self._runs.commit_calls():
+        for task, number, state in self._runs.take_commit_calls():
             self._commit_calls.add((task, number))
             # The call may come late, with an epoch that was undone meanwhile.
             known = [
@@ -409,7 +418,7 @@ def _boundary_to_commit(boundaries: Boundaries, epoch: int) -> Boundary | None:
 
 
 def kind_of(view: JobView, puts: list[tuple[str, bytes]]) -> str:
-    """Returns the kind of a transaction, by the keys that it puts."""
+    """Returns the kind of a transaction, by the keys that it puts, as in `drawing`'s moments; "" for other keys."""
     keys = view.keys
     by_key = dict(puts)
     if keys.spec in by_key:

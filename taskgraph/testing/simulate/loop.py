@@ -51,7 +51,7 @@ class Clock:
         """Converts a time of the loop to this clock's reading at that time."""
         return at * self.rate + self.ahead_s
 
-    def when(self, reads: float) -> float:
+    def time_of(self, reads: float) -> float:
         """Converts a reading of this clock to a time of the loop, rounded up."""
         return reads - self.ahead_s if self.rate == 1.0 else (reads - self.ahead_s) / self.rate + _ROUNDING_S
 
@@ -71,7 +71,7 @@ class Process:
         self.busy = False
         self.clock = _LOOP_CLOCK
         self.step_s = step_s
-        """Called after each step, which runs all due callbacks; returns the step's duration."""
+        """Called after each step, which runs all due callbacks; returns its duration. None: steps take no time."""
         self._held_back: list[asyncio.Handle] = []
         self.context = contextvars.Context()
         self.context.run(_OWNER.set, self)
@@ -96,6 +96,7 @@ class Process:
         self._run_held_back(loop)
 
     def _run_held_back(self, loop: SimLoop) -> None:
+        """Queues the callbacks that were held back, unless the process is still frozen or busy."""
         if self.frozen or self.busy:
             return
         held, self._held_back = self._held_back, []
@@ -201,7 +202,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._tasks = 0
         self.steps = 0
         self._stepped_processes: dict[Process, None] = {}  # processes with step times that ran callbacks in this step
-        self.abort = ""  # the reason for which the run must stop
+        self.abort = ""  # the reason for which the next step raises `SimulationHalted`; "": none
 
     def time(self) -> float:
         process = _OWNER.get()
@@ -247,7 +248,7 @@ class SimLoop(asyncio.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         process = _OWNER.get()
-        at = when if process is None else process.clock.when(when)
+        at = when if process is None else process.clock.time_of(when)
         return self.call_at_own_time(at, callback, *args, context=context)
 
     def call_at_own_time(
@@ -272,6 +273,7 @@ class SimLoop(asyncio.BaseEventLoop):
             self._run_step()
 
     def _run_step(self) -> None:
+        """Runs all callbacks and timers that are due; if none is, first advances the time to the next timer."""
         if self.abort:
             why, self.abort = self.abort, ""
             raise SimulationHalted(why)

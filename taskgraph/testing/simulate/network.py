@@ -50,7 +50,8 @@ class _Connection:
     half_open: bool = False
     probe: bool = False
 
-    def other(self, node: str) -> str:
+    def other_end(self, node: str) -> str:
+        """Returns the node at the other end than `node`."""
         return self.acceptor if node == self.dialler else self.dialler
 
 
@@ -126,7 +127,7 @@ class SimNetwork:
         """Resets the connections between two nodes. Each end learns of the reset separately."""
         for connection in [c for c in self._connections if {c.dialler, c.acceptor} == {one, other}]:
             for node in (one, other):
-                self.tell_end(connection, node, f"the connection between {one} and {other} was reset")
+                self.send_end(connection, node, f"the connection between {one} and {other} was reset")
 
     def half_open(self, one: str, other: str) -> None:
         """Makes the connections between two nodes half-open, as if a router forgot them: nothing arrives."""
@@ -137,7 +138,7 @@ class SimNetwork:
                     self._end_later(connection, node, self.settings.ping_timeout_s, "no keep-alive came back")
 
     def crash(self, node: str, *, host: bool) -> None:
-        """Ends a process. If its host dies, too, connections are neither refused nor reset: there is silence."""
+        """Ends a node's process. If its host dies, too, peers get no reset, and new connections get no answer."""
         transport = self.transports.pop(node, None)
         if transport is None:
             return
@@ -148,14 +149,15 @@ class SimNetwork:
             self._end(connection, node, "this process is dead", clean=True)
             if host:
                 self._end_later(
-                    connection, connection.other(node), self.settings.ping_timeout_s, "no keep-alive came back"
+                    connection, connection.other_end(node), self.settings.ping_timeout_s, "no keep-alive came back"
                 )
             else:
-                self.tell_end(connection, connection.other(node), f"node {node} crashed")
+                self.send_end(connection, connection.other_end(node), f"node {node} crashed")
 
     # -- links ------------------------------------------------------------------------------------
 
     def delay(self, one: str, other: str) -> float:
+        """Draws the seconds that a message takes between two nodes, without slow actors."""
         slow = 30.0 if self.rng.random() < 0.01 else 1.0
         usual_s = self.delay_s * slow * self.rng.uniform(0.2, 1.5)
         return usual_s if self._links is None else self._links.delay_s(one, other, usual_s, self.settings.connect_s)
@@ -185,18 +187,23 @@ class SimNetwork:
         )
 
     def loses(self, message: object) -> bool:
-        """Draws whether a report is lost: reports have no acknowledgement."""
-        return isinstance(message, Report | Reports) and self._call_faults is not None and self._call_faults.report()
+        """Draws whether a message is lost. Only reports are, since they have no acknowledgement."""
+        return (
+            isinstance(message, Report | Reports) and self._call_faults is not None and self._call_faults.loses_report()
+        )
 
-    def received_reply(self, to: str, reply: Reply) -> Reply:
-        """Returns the reply, or a refusal if the receiver has no memory for it."""
+    def reply_or_refusal(self, to: str, reply: Reply) -> Reply:
+        """Returns the reply; if the receiver has no memory for it, a refusal in its place."""
         if self._memory is None or not self._memory.lacks(to, reply):
             return reply
         return Refusal(Reason.NO_MEMORY, f"{name_of(to)} has no memory for a reply")
 
     def transmit(self, connection: _Connection, sender: str, deliver: Callable[[], None], kind: str = "") -> None:
-        """Sends a message: runs `deliver` in the receiver's process after the delay, if both ends are open."""
-        to = connection.other(sender)
+        """Sends a message: runs `deliver` in the receiver's process after the delay, or later if the link is cut.
+
+        A message on a closed or half-open connection does not arrive.
+        """
+        to = connection.other_end(sender)
         if connection.half_open or not connection.open[sender]:
             return
         if self.is_cut(sender, to):
@@ -218,33 +225,34 @@ class SimNetwork:
 
         call_at_own_time(at, arrive, context=transport.process.context)
 
-    def connect(self, dialler: str, acceptor: str, *, probe: bool) -> _Connection:
+    def add_connection(self, dialler: str, acceptor: str, *, probe: bool) -> _Connection:
         connection = _Connection(dialler, acceptor, {dialler: True, acceptor: True}, probe=probe)
         self._connections[connection] = None
         return connection
 
     def _end_if_still_cut(self, connection: _Connection, one: str, other: str, number: int) -> None:
-        """Ends the connection at both ends if the cut outlasts the timeout of keep-alives."""
+        """Ends the connection at both ends if the cut of this number outlasts the timeout of keep-alives."""
 
-        def look() -> None:
+        def check() -> None:
             if self._cut.get((one, other)) == number:
                 for node in (one, other):
                     self._end_later(connection, node, 0.0, "no keep-alive came back")
 
-        self.later(self.settings.ping_timeout_s, look)
+        self.later(self.settings.ping_timeout_s, check)
 
-    def tell_end(self, connection: _Connection, node: str, why: str, *, clean: bool = False) -> None:
-        """Sends a FIN or RST to one end of a connection."""
-        other = connection.other(node)
+    def send_end(self, connection: _Connection, node: str, why: str, *, clean: bool = False) -> None:
+        """Sends a FIN (`clean`) or RST to the end of a connection at `node`."""
+        other = connection.other_end(node)
         if connection.half_open:
             return
         if self.is_cut(other, node):
             again = self._waiting_messages.setdefault((other, node), [])
-            again.append(lambda: self.tell_end(connection, node, why, clean=clean))
+            again.append(lambda: self.send_end(connection, node, why, clean=clean))
             return
         self._end_later(connection, node, self.delay(other, node), why, clean=clean)
 
     def _end_later(self, connection: _Connection, node: str, delay_s: float, why: str, *, clean: bool = False) -> None:
+        """Closes one end of a connection after a delay, in the process there."""
         transport = self.transports.get(node)
         if transport is not None:
             if self._slow_actors is not None:
@@ -267,7 +275,7 @@ class SimNetwork:
     def close_end(self, connection: _Connection, node: str, why: str) -> None:
         """Closes one end of a connection, and sends the other end a FIN."""
         if connection.open[node]:
-            self.tell_end(connection, connection.other(node), why, clean=True)
+            self.send_end(connection, connection.other_end(node), why, clean=True)
             self._end(connection, node, why, clean=True)
 
 
@@ -310,10 +318,10 @@ class SimTransport:
         await self._tasks.close()
 
     def stop(self, why: str) -> None:
-        """Stops sending and receiving."""
+        """Stops sending and receiving, and fails calls, with this reason. Other nodes are not informed."""
         self._down = why
         for connection in [c for connections in self._open.values() for c in connections]:
-            self._fail(connection, why)
+            self._fail_calls(connection, why)
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -357,6 +365,7 @@ class SimTransport:
             self.network.transmit(connection, self.node, partial(target._cancel, connection, number))
 
     async def _call_in_task(self, peer: Peer, message: Call, quiet: bool) -> Reply:
+        """The asyncio task of `call_now`: sends the call, and waits for its reply."""
         if peer.node == self.node or not quiet:
             return await self.call(peer, message)
         if self._down:
@@ -364,11 +373,13 @@ class SimTransport:
         return unwrap(await self._exchange(await self._connection(peer.node), message, quiet=True))
 
     async def _call_self(self, message: Call) -> Reply:
+        """Serves a call of this node to itself."""
         assert self._serve is not None
         self.network.on_message(self.node, self.node, message)
         return await call_self(self._tasks, self._serve, self.node, message)
 
     async def _exchange(self, connection: _Connection, message: Call, *, quiet: bool = False) -> Reply:
+        """Sends a call, and waits for its reply. A cancelled call is cancelled at the peer, too, if not `quiet`."""
         self._calls += 1
         number = self._calls
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -405,13 +416,18 @@ class SimTransport:
         return dial.result()
 
     async def _dial(self, node: str) -> _Connection:
-        connection = await self._hello(node, probe=False)
+        connection = await self._open_connection(node, probe=False)
         self._dialled[node] = connection
         self._open.setdefault(node, {})[connection] = None
         return connection
 
-    async def _hello(self, node: str, *, probe: bool) -> _Connection:
-        """Returns a new connection, after the exchange of hellos."""
+    async def _open_connection(self, node: str, *, probe: bool) -> _Connection:
+        """Opens a connection to a node, and waits until the node has answered a hello on it.
+
+        Raises:
+            PeerGone: no process listens there.
+            PeerLost: the node did not answer within `connect_s`.
+        """
         network = self.network
         try:
             async with asyncio.timeout(network.settings.connect_s):
@@ -422,7 +438,7 @@ class SimTransport:
                     if network.has_dead_host(node):
                         await asyncio.Event().wait()
                     raise PeerGone(f"node {node}: no process listens")
-                connection = network.connect(self.node, node, probe=probe)
+                connection = network.add_connection(self.node, node, probe=probe)
                 greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 network.transmit(connection, self.node, lambda: target._on_hello(connection, greeted))
                 connection.pending[0] = greeted  # type: ignore[assignment]
@@ -438,7 +454,7 @@ class SimTransport:
             raise PeerLost(f"node {node}: no connection within {network.settings.connect_s:g} s") from None
 
     async def _wait_for_link(self, node: str) -> None:
-        """Waits, within `connect_s`, until the link carries packets: TCP retries."""
+        """Waits until the link is not cut, as TCP's retries do. Raises TimeoutError after `connect_s`."""
         network = self.network
         for _ in range(_CONNECT_CHECKS):
             cut = network.is_cut(self.node, node) or network.is_cut(node, self.node)
@@ -448,7 +464,7 @@ class SimTransport:
         raise TimeoutError
 
     def _on_hello(self, connection: _Connection, greeted: asyncio.Future[None]) -> None:
-        """Handles a hello at the acceptor."""
+        """Handles a hello at the acceptor: answers it, which completes `greeted` at the dialler."""
         if not connection.probe:
             self._open.setdefault(connection.dialler, {})[connection] = None
 
@@ -466,7 +482,7 @@ class SimTransport:
         try:
             async with asyncio.timeout(timeout_s):
                 await self.network.delay_probe()
-                connection = await self._hello(peer.node, probe=True)
+                connection = await self._open_connection(peer.node, probe=True)
         except TimeoutError:
             raise PeerLost(f"node {peer.node} did not answer a hello within {timeout_s} s") from None
         self.network.close_end(connection, self.node, "a probe")
@@ -505,24 +521,29 @@ class SimTransport:
             self._reply(connection, number, reply)
 
     def _serve_in_task(self, connection: _Connection, number: int, work: Coroutine[Any, Any, None]) -> None:
+        """Runs the work for a call in a task, which `_cancel` may cancel."""
         task = self._tasks.spawn(work, name=f"serve {connection.dialler} at {self.node}")
         connection.serving[number] = task
         task.add_done_callback(lambda _: connection.serving.pop(number, None))
 
     def _cancel(self, connection: _Connection, number: int) -> None:
+        """Cancels a call that this node serves: its caller waits no longer."""
         task = connection.serving.get(number)
         if task is not None:
             task.cancel()
 
     async def _answer(self, connection: _Connection, number: int, message: Call, quiet: bool) -> None:
+        """Serves a call, and sends its reply; none if a quiet call was accepted at once."""
         assert self._serve is not None
         answered = await (answer_quietly if quiet else answer)(self._serve, connection.dialler, message)
         if answered is not None:
             self._reply(connection, number, answered)
 
     def _reply(self, connection: _Connection, number: int, answered: Reply) -> None:
+        """Sends the reply to a call of this number."""
+
         def deliver() -> None:
-            taken = self.network.received_reply(connection.dialler, answered)
+            taken = self.network.reply_or_refusal(connection.dialler, answered)
             self.network.on_message(self.node, connection.dialler, taken)
             reply = connection.pending.get(number)
             if reply is not None and not reply.done():
@@ -533,11 +554,12 @@ class SimTransport:
     # -- endings ----------------------------------------------------------------------------------
 
     def on_connection_end(self, connection: _Connection, why: str, *, clean: bool) -> None:
-        """Handles the end of a connection at this end."""
-        node = connection.other(self.node)
+        """Handles the end of a connection at this end. If it was the last one to the peer, and not closed cleanly,
+        informs the node that the peer is lost."""
+        node = connection.other_end(self.node)
         if self._dialled.get(node) is connection:
             del self._dialled[node]
-        self._fail(connection, why)
+        self._fail_calls(connection, why)
         known = self._open.get(node)
         if known is None or connection not in known:
             return
@@ -547,7 +569,8 @@ class SimTransport:
             if not clean and not self._down:
                 self._on_lost(node)
 
-    def _fail(self, connection: _Connection, why: str) -> None:
+    def _fail_calls(self, connection: _Connection, why: str) -> None:
+        """Fails this node's calls on a connection with PeerLost, and cancels the calls that it serves."""
         mine: dict[int, Any] = connection.pending if connection.dialler == self.node else {}
         for reply in list(mine.values()):
             if not reply.done():
@@ -558,7 +581,7 @@ class SimTransport:
 
 
 class _BatchedReply(asyncio.Future[Reply]):
-    """The reply to one call of `calls_now`. No asyncio task unwraps it, so it raises `Refused` itself for a refusal."""
+    """The reply to one call of `calls_now`. Turns a refusal into the error `Refused`: no asyncio task does it there."""
 
     def set_result(self, reply: Reply, /) -> None:
         if isinstance(reply, Refusal):

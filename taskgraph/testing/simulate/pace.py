@@ -170,7 +170,7 @@ class MemoryShortage:
 
 
 class HostClocks:
-    """The monotonic clocks of hosts, each with its own start and rate.
+    """Draws the monotonic clocks of hosts, each with its own start and rate.
 
     Args:
         share: share of the seeds with such clocks; otherwise all hosts have the same clock.
@@ -181,7 +181,8 @@ class HostClocks:
         self.drift = rng.choice((0.001, MAX_CLOCK_DRIFT, MAX_CLOCK_DRIFT)) if rng.random() < share else 0.0
         self._by_host: dict[str, Clock] = {}
 
-    def of(self, host: str) -> Clock:
+    def clock_of(self, host: str) -> Clock:
+        """Returns the clock of a host, always the same one."""
         if self.drift and host not in self._by_host:
             rate = 1.0 + self._rng.choice((-1.0, 1.0, self._rng.uniform(-1.0, 1.0))) * self.drift
             self._by_host[host] = Clock(rate, _MAX_CLOCK_OFFSET_S * self._rng.random())
@@ -201,7 +202,10 @@ class SlowLink:
         self._slowdown = rng.choice(_LINK_SLOWDOWNS)
 
     def delay_s(self, one: str, other: str, usual_s: float, connect_s: float) -> float:
-        """Returns the delay of a message on a link, short enough that connections succeed within `connect_s`."""
+        """Returns the delay of a message between two nodes: `usual_s`, or longer on the slow link.
+
+        It is short enough that connections succeed within `connect_s`.
+        """
         if not self.active or {one.rpartition("-")[0], other.rpartition("-")[0]} != self._ends:
             return usual_s
         return max(usual_s, min(self._slowdown * usual_s, connect_s / 5))
@@ -244,14 +248,14 @@ class Pace:
     def none(cls) -> Pace:
         """Returns a pace without delays."""
         rng = random.Random(0)
-        slips, steps = CallFaults(rng, share=0.0, writes=rng, writes_share=0.0), StepTimes(rng, share=0.0)
+        call_faults, steps = CallFaults(rng, share=0.0, writes=rng, writes_share=0.0), StepTimes(rng, share=0.0)
         slow_actors, timing = SlowActors(rng, share=0.0, now=lambda: 0.0), FunctionTiming(rng, share=0.0)
         memory, clocks, link = MemoryShortage(rng, share=0.0), HostClocks(rng, share=0.0), SlowLink(rng, share=0.0)
-        return cls(slips, steps, timing, slow_actors, memory, clocks, link)
+        return cls(call_faults, steps, timing, slow_actors, memory, clocks, link)
 
     @property
     def has(self) -> dict[str, bool]:
-        """Returns kind of delay -> whether the seed has it."""
+        """Kind of delay, for a seed's description -> whether the seed has it."""
         return {
             "slow probes or reads": self.call_faults.active,
             "lost transactions or reports": self.call_faults.loses_writes,
@@ -264,6 +268,7 @@ class Pace:
         }
 
     def end(self) -> None:
+        """Ends all delays but those of the slow link. Clocks keep their rates."""
         self.call_faults.end()
         self.step_times.end()
         self.timing.end()
@@ -272,6 +277,6 @@ class Pace:
 
 
 def _draw_log_uniform(rng: random.Random, between: tuple[float, float]) -> float:
-    """Draws a number whose logarithm is uniform."""
+    """Draws a number between two others; its logarithm is uniformly distributed."""
     low, high = between
     return low * math.exp(rng.random() * math.log(high / low))

@@ -30,20 +30,20 @@ class SimPlace:
 
     Args:
         moment: called with the name of a moment, and the node.
-        writes: called before a node writes a file, with the path and the node.
-        removes: called before a node removes a path, with the path and the node.
+        on_write: called before a node writes a file, with the path and the node.
+        on_remove: called before a node removes a path, with the path and the node.
     """
 
     def __init__(
         self,
         rng: random.Random,
         moment: Callable[[str, str], None],
-        writes: Callable[[str, str], None],
-        removes: Callable[[str, str], None],
+        on_write: Callable[[str, str], None],
+        on_remove: Callable[[str, str], None],
     ) -> None:
         self.moment = moment
-        self.writes = writes
-        self.removes = removes
+        self.on_write = on_write
+        self.on_remove = on_remove
         self._files: dict[str, memoryview] = {}
         self._rng = rng
         self.usual_s = rng.choice((0.0, 0.002, 0.02, 0.1))
@@ -61,10 +61,11 @@ class SimPlace:
         self._removed: list[tuple[str, float, float, int]] = []  # removed files: name, from when, until when, size
 
     def mend(self) -> None:
-        """Makes the disk as fast as usual."""
+        """Makes the disk as fast as usual again."""
         self.extra_s = 0.0
 
     def for_node(self, node: str) -> NodePlace:
+        """Returns a node's access to this disk."""
         return NodePlace(self, node)
 
     def set_lag(self, rng: random.Random | None, lag_s: float = 0.0) -> None:
@@ -93,7 +94,8 @@ class SimPlace:
         }
         return found
 
-    def put(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes) -> None:
+        """Writes a file, or loses or damages it if `lose_next` says so."""
         self._created_at.setdefault(path, own_time())
         if self.lose_next > 0:
             self.lose_next -= 1
@@ -103,7 +105,7 @@ class SimPlace:
         self._files[path] = memoryview(data)
 
     def _damage(self, path: str, data: bytes) -> bool:
-        """Truncates a file, corrupts a bit of it, or loses it. Returns False if the file is lost."""
+        """Draws how a file becomes damaged: truncates it, flips a bit, or returns False: the caller must lose it."""
         self.damaged.add(path)
         became = self._rng.randrange(3)
         if became == 0:
@@ -113,27 +115,31 @@ class SimPlace:
             self._files[path] = memoryview(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         return became < 2
 
-    def lose(self, checkpoint: str) -> str:
-        """Loses or damages a file of a checkpoint. Returns the file's path."""
+    def damage_checkpoint(self, checkpoint: str) -> str:
+        """Loses, truncates or corrupts a file of a checkpoint. Returns its path; "" if the checkpoint has no file."""
         path = self._rng.choice(sorted(path for path in self._files if f"/{checkpoint}/" in path) or [""])
         if path and not self._damage(path, bytes(self._files[path])):
             self.remove(path)
         return path
 
-    def get(self, path: str) -> memoryview:
+    def read(self, path: str) -> memoryview:
+        """Returns a file's content. Raises FileNotFoundError."""
         if path not in self._files:
             raise FileNotFoundError(errno.ENOENT, "no such file", path)
         return self._files[path]
 
     def names(self, path: str) -> list[str]:
+        """Lists the names directly below a path."""
         start = f"{path}/"
         return sorted({name[len(start) :].split("/")[0] for name in self._list_files(start)})
 
     def sizes(self, path: str) -> dict[str, int | None]:
+        """Lists all files below a path: name from there on -> size in bytes."""
         start = f"{path}/"
         return {name[len(start) :]: size for name, size in self._list_files(start).items()}
 
     def remove(self, path: str) -> None:
+        """Removes a file, or all files below a path."""
         now = own_time()
         for name in [n for n in self._files if n == path or n.startswith(f"{path}/")]:
             self._removed.append((name, self._created_at.pop(name), now, self._files.pop(name).nbytes))
@@ -152,9 +158,10 @@ class NodePlace:
         return "simulated"
 
     def mend(self) -> None:
+        """Makes this node's access as fast as usual again, with space left."""
         self.full, self.extra_s = False, 0.0
 
-    def delay_s(self) -> float:
+    def max_call_s(self) -> float:
         """Returns the longest duration of a call now."""
         return self._place.usual_s + self._place.extra_s + self.extra_s
 
@@ -162,11 +169,11 @@ class NodePlace:
         data = b"".join(bytes(part) for part in parts)
         if self.full:
             raise OSError(errno.ENOSPC, "no space left", path)
-        self._place.writes(path, self._node)
-        self._place.put(path, data)
+        self._place.on_write(path, self._node)
+        self._place.write(path, data)
 
     def read(self, path: str, limit_bytes: int) -> memoryview:
-        return self._place.get(path)
+        return self._place.read(path)
 
     def names(self, path: str) -> list[str]:
         return self._place.names(path)
@@ -177,7 +184,7 @@ class NodePlace:
         return sizes
 
     def remove(self, path: str) -> None:
-        self._place.removes(path, self._node)
+        self._place.on_remove(path, self._node)
         self._place.remove(path)
         self._place.moment("place cleared", self._node)
 
@@ -195,13 +202,13 @@ class FileThreads(InlineThreads):
         self._place = place
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
-        self._compute_s = self._place.delay_s()
+        self._compute_s = self._place.max_call_s()
         return super().run(function)
 
 
 @contextlib.contextmanager
 def launcher_uses(place: SimPlace, rng: random.Random, timing: FunctionTiming | None) -> Iterator[None]:
-    """Lets the launcher use the simulated disk, with delays as for nodes."""
+    """Within this block, the launcher's code reads checkpoints from the simulated disk, with delays as for nodes."""
     own = place.for_node("launcher")
     threads = FileThreads(rng, own, timing, lambda: 0.0)
     with (

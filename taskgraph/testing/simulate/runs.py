@@ -82,7 +82,7 @@ class Runs:
         self._last_epochs[of] = work.number
         self._runs[key] = Run(*key, steps, last_commit)
 
-    def on_begin(self, epoch: Any, steps: tuple[Step, ...]) -> None:
+    def on_epoch_begin(self, epoch: Any, steps: tuple[Step, ...]) -> None:
         """Records a run like `on_compose`, for a task without `compose` in every epoch. Each compute calls it."""
         work = epoch._work
         if isinstance(work, Attempt):
@@ -91,6 +91,7 @@ class Runs:
                 self._runs[key] = Run(*key, steps)
 
     def _run_of(self, epoch: Any) -> Run:
+        """Returns the record of the run whose code calls; for a replay of strict mode, one that is not kept."""
         work = epoch._work
         if not isinstance(work, Attempt):
             return Run(work.task, Stamp(0, 0), 0, ())  # strict mode's replay is not recorded
@@ -116,30 +117,30 @@ class Runs:
     def on_flag_sent(self, epoch: Any, to: int, value: int) -> None:
         self._run_for_message(epoch, f"flagged task {to}").flags_sent.add((to, value))
 
-    def on_flag(self, epoch: Any, sender: int, value: int) -> None:
+    def on_flag_received(self, epoch: Any, sender: int, value: int) -> None:
         self._run_for_message(epoch, f"heard a flag of task {sender}").flags_received[(sender, value)] += 1
 
-    def on_request(self, epoch: Any, to: int, value: int, answer: int) -> None:
+    def on_request_answered(self, epoch: Any, to: int, value: int, answer: int) -> None:
         self._run_for_message(epoch, f"asked task {to}").requests_sent[(to, value, answer)] += 1
 
     def on_request_handled(self, epoch: Any, sender: int, value: int, answer: int) -> None:
         self._run_for_message(epoch, f"answered task {sender}").requests_handled[(sender, value, answer)] += 1
 
     def _run_for_message(self, epoch: Any, what: str) -> Run:
-        """Returns the run, for the record of a message. A message after the sync point is noted as late."""
+        """Returns the record of the run that sent or handled a message. Notes the message if the run had ended."""
         run = self._run_of(epoch)
         if run.end_state is not None:
             run.late_messages.append(what)
         return run
 
-    def on_end(self, epoch: Any, state: int) -> None:
+    def on_epoch_end(self, epoch: Any, state: int) -> None:
         run = self._run_of(epoch)
         run.end_state, run.end_revision = state, self._revision()
 
-    def on_finish(self, epoch: Any) -> None:
+    def on_finish_call(self, epoch: Any) -> None:
         self._run_of(epoch).calls_finish = True
 
-    def on_committed(self, task: int, number: int, state: int | None) -> None:
+    def on_commit_call(self, task: int, number: int, state: int | None) -> None:
         self._commit_calls.append((task, number, state))
 
     def on_teardown(self, task: int) -> None:
@@ -147,13 +148,13 @@ class Runs:
 
     # -- queries when a job ends --------------------------------------------------------------------
 
-    def finishing(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
+    def finish_was_called(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
         """True if a task called `epoch.finish` in this epoch, in a run of these terms."""
         runs = (self._runs.get((task, stamp, term)) for task, term in terms.items())
         return any(run is not None and run.calls_finish for run in runs)
 
-    def ended_at(self, stamp: Stamp, terms: Mapping[int, int]) -> dict[int, int]:
-        """Returns task -> etcd's revision at the end of its sync point, for the runs of these terms."""
+    def end_revisions(self, stamp: Stamp, terms: Mapping[int, int]) -> dict[int, int]:
+        """Returns task -> etcd's revision when its run of this term ended. Leaves out tasks whose run has not ended."""
         runs = {task: self._runs.get((task, stamp, term)) for task, term in terms.items()}
         return {task: run.end_revision for task, run in runs.items() if run is not None and run.end_state is not None}
 
@@ -173,12 +174,12 @@ class Runs:
 
     # -- queries of the checks ----------------------------------------------------------------------
 
-    def commit_calls(self) -> list[tuple[int, int, int | None]]:
-        """Returns the calls of `on_commit` since the last call of this method: (task, epoch, state)."""
+    def take_commit_calls(self) -> list[tuple[int, int, int | None]]:
+        """Returns the calls of `on_commit` since this method was last called: (task, epoch, state)."""
         calls, self._commit_calls = self._commit_calls, []
         return calls
 
-    def committed(self, stamp: Stamp, terms: dict[int, int], states: dict[int, int], base: int) -> dict[int, int]:
+    def check_commit(self, stamp: Stamp, terms: dict[int, int], states: dict[int, int], base: int) -> dict[int, int]:
         """Checks an epoch that committed with these terms. Returns task -> state after the epoch.
 
         Args:
@@ -212,6 +213,7 @@ class Runs:
 
 
 def _check_complete(run: Run) -> None:
+    """Raises Violation unless each step ran once with all of its items, the sync point last."""
     for step in run.steps:
         if run.compute_counts[step.name] != 1:
             raise Violation(f"{run}: {step.name} ran {run.compute_counts[step.name]} times")
@@ -226,6 +228,7 @@ def _check_complete(run: Run) -> None:
 
 
 def _check_messages(run: Run, runs: dict[int, Run]) -> None:
+    """Raises Violation unless the flags and requests of a run are those that the other tasks' runs have."""
     for to, value in sorted(run.flags_sent):
         heard = runs[to].flags_received[(run.task, value)]
         if heard != 1:

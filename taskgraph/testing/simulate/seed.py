@@ -127,8 +127,8 @@ class Outcome:
         ended: how the job ended: "finished"; "lost": all replicas of a task were gone; "mistaken": its own code raised;
             "shut down": by a command.
         described: the job and its faults, in words.
-        rests: nodes paused between checks of their tasks.
-        large: all values counted as large.
+        rests: True if nodes paused between checks of their tasks.
+        large: True if all values counted as large.
     """
 
     seed: int
@@ -199,13 +199,14 @@ def _with_pauses(outcome: Outcome) -> Iterator[None]:
         return
     outcome.rests = True
     with (
-        mock.patch.object(reconciler, "rest_s", _draw_pause(rests)),
-        mock.patch.object(viewkeeper, "pause_after", _draw_pause(rests)),
+        mock.patch.object(reconciler, "rest_s", _pause_drawer(rests)),
+        mock.patch.object(viewkeeper, "pause_after", _pause_drawer(rests)),
     ):
         yield
 
 
-def _draw_pause(rng: random.Random) -> Callable[[float], float]:
+def _pause_drawer(rng: random.Random) -> Callable[[float], float]:
+    """Returns a function that draws a pause in seconds, whatever time the check took."""
     return lambda took_s: rng.choice(PAUSES_S)
 
 
@@ -238,7 +239,7 @@ class Stuck(BaseException):
 
 @contextlib.contextmanager
 def with_cpu_limit(loop: SimLoop) -> Iterator[None]:
-    """Interrupts a seed that uses too much processor time; only in the main thread, since others get no signals."""
+    """Raises Stuck in a seed that uses `LIMIT_CPU_S` of processor time; only in the main thread, which gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -257,7 +258,7 @@ def with_cpu_limit(loop: SimLoop) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
+def _draw_settings(rng: random.Random, workload: Workload) -> tg.Settings:
     return tg.Settings(
         lease_ttl_s=2.0,
         lease_stall_s=rng.choice((0.5, 1.0)),
@@ -285,43 +286,44 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
 
 
 async def _run(outcome: Outcome, mistakes: bool) -> None:
-    rng, keeps = random.Random(outcome.seed), random.Random(f"checkpoints of {outcome.seed}")
-    keeping = keeps.random() < CHECKPOINTS_SHARE
-    hurries = random.Random(f"epochs ahead of {outcome.seed}")
-    hurrying = hurries.random() < AHEAD_SHARE
-    flies = random.Random(f"epochs in flight of {outcome.seed}")
-    flying = hurrying and flies.random() < IN_FLIGHT_SHARE
-    stands = random.Random(f"composed once of {outcome.seed}")
-    turns = random.Random(f"turns of {outcome.seed}")
+    """Draws the seed's job and faults, simulates them, and fills in the outcome."""
+    rng, checkpoint_rng = random.Random(outcome.seed), random.Random(f"checkpoints of {outcome.seed}")
+    has_checkpoints = checkpoint_rng.random() < CHECKPOINTS_SHARE
+    ahead_rng = random.Random(f"epochs ahead of {outcome.seed}")
+    is_ahead = ahead_rng.random() < AHEAD_SHARE
+    in_flight_rng = random.Random(f"epochs in flight of {outcome.seed}")
+    is_in_flight = is_ahead and in_flight_rng.random() < IN_FLIGHT_SHARE
+    same_plan_rng = random.Random(f"composed once of {outcome.seed}")
+    turn_rng = random.Random(f"turns of {outcome.seed}")
     workload = Workload.draw(
         rng,
-        keeps if keeping else None,
-        hurries if hurrying else None,
-        flies if flying else None,
-        stands if flying else None,
-        turns,
+        checkpoint_rng if has_checkpoints else None,
+        ahead_rng if is_ahead else None,
+        in_flight_rng if is_in_flight else None,
+        same_plan_rng if is_in_flight else None,
+        turn_rng,
         random.Random(f"asked on of {outcome.seed}"),
     )
     workload.draw_sharing(random.Random(f"shared state of {outcome.seed}"))
-    leaves = random.Random(f"leaves of {outcome.seed}")
-    workload.torn_down = leaves.random() < LEAVING_SHARE
+    leaving_rng = random.Random(f"leaves of {outcome.seed}")
+    workload.torn_down = leaving_rng.random() < LEAVING_SHARE
     if mistakes:
         workload.mistake = Mistake.draw(random.Random(f"mistakes of {outcome.seed}"), workload.tasks)
     races = random.Random(f"races of {outcome.seed}")
-    race = choose_race(races, talks=workload.talks and workload.tasks > 2, keeps=keeping)
+    race = choose_race(races, talks=workload.talks and workload.tasks > 2, has_checkpoints=has_checkpoints)
     if race == "late seal":
-        workload.draw_moods(races)
+        workload.draw_moody_task(races)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
     planned = draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
-    settings = _settings(rng, workload)
-    if keeping:
-        settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
+    settings = _draw_settings(rng, workload)
+    if has_checkpoints:
+        settings = dataclasses.replace(settings, checkpoints_kept=checkpoint_rng.choice((1, 2, 3)))
     absences = random.Random(f"absences of {outcome.seed}")
     absent = absences.random() < ABSENCE_SHARE
     if absent:
         settings = dataclasses.replace(settings, lost_after_s=absences.choice((0.5, 0.5, 0.5, 2.0, 7.0)))
     pace = Pace.draw(outcome.seed, own_time)
-    world = World(workload, settings, 1, rng, keeps, pace)
+    world = World(workload, settings, 1, rng, checkpoint_rng, pace)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
     has = {
@@ -338,18 +340,18 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         "values that count as large": outcome.large,
         **pace.has,
         "absent nodes that soon count as gone": absent,
-        f"a checkpoint every {workload.checkpoint_every} epochs": keeping,
+        f"a checkpoint every {workload.checkpoint_every} epochs": has_checkpoints,
     }
     outcome.described += "".join(f", {what}" for what, so in has.items() if so)
     ruthless = rng.random() < 0.05
     chance = random.Random(rng.getrandbits(64))
     faults = Faults(world, planned, chance, ruthless=ruthless)
-    if keeping:
-        faults.add_around_checkpoints(draw_checkpoint_faults(keeps))
+    if has_checkpoints:
+        faults.add_around_checkpoints(draw_checkpoint_faults(checkpoint_rng))
     if workload.in_flight_tasks:
-        faults.add(draw_for_epochs_in_flight(flies, erratic=bool(workload.erratic)))
+        faults.add(draw_for_epochs_in_flight(in_flight_rng, erratic=bool(workload.erratic)))
     if workload.end_whims is not None:
-        faults.add(draw_report_crashes(turns))
+        faults.add(draw_report_crashes(turn_rng))
     if race:
         faults.add(draw_race_faults(races, race))
     if absent:
@@ -371,14 +373,14 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         world.compute_s = members.choice((0.1, 0.3))  # else most jobs end before the failures meet
         faults.add(draw_member_changes(members))
         outcome.described += ", members that change meanwhile"
-    if keeping and (lists := random.Random(f"listings of {outcome.seed}")).random() < LATE_LISTING_SHARE:
+    if has_checkpoints and (lists := random.Random(f"listings of {outcome.seed}")).random() < LATE_LISTING_SHARE:
         world.place.set_lag(lists, lists.choice((0.05, 0.5, 3.0)))
         outcome.described += ", a place that lists late"
     again: Resubmission | None = None
     if not mistakes and (names := random.Random(f"names of {outcome.seed}")).random() < (
-        AGAIN_WITH_CHECKPOINTS_SHARE if keeping else AGAIN_SHARE
+        AGAIN_WITH_CHECKPOINTS_SHARE if has_checkpoints else AGAIN_SHARE
     ):
-        again = draw_resubmission(names, keeps=keeping)
+        again = draw_resubmission(names, has_checkpoints=has_checkpoints)
         faults.add(again.shut)
         outcome.described += ", submitted again"
     with errors_as_violations(world.loop, world.fail):
@@ -390,7 +392,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
                 faults.resume(again.faults)
                 outcome.ended = await _wait_for_outcome(world, faults)
             if workload.torn_down:
-                await _wait_until_ended(world, faults, collects=leaves.random() < 0.8)
+                await _wait_until_ended(world, faults, collects=leaving_rng.random() < 0.8)
         except Violation as error:
             outcome.problem = str(error)
         except Exception as error:
@@ -401,13 +403,13 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
 
 
 async def _submit_again(world: World, again: Resubmission, nodes: int) -> None:
-    """Submits the job again after its run ended. Nodes of that run may not know its end."""
+    """Submits the job's name again after its run ended. Nodes of that run may not have learned of its end."""
     if again.collected:
         world.collect()
     await asyncio.sleep(again.after_s)
-    workload, keeps = world.workload, world.spec.checkpoint is not None
+    workload, has_checkpoints = world.workload, world.spec.checkpoint is not None
     # A finished job may have a checkpoint of its last boundary, which cannot be resumed.
-    resume = again.resume and keeps and not world.invariants.view.finished
+    resume = again.resume and has_checkpoints and not world.invariants.view.finished
     if not resume:
         sharing = workload.sharing and dataclasses.replace(workload.sharing, seed=workload.seed ^ 1)
         workload = dataclasses.replace(workload, seed=workload.seed ^ 1, rerun={}, sharing=sharing)  # other states
@@ -429,6 +431,9 @@ async def _wait_until_ended(world: World, faults: Faults, *, collects: bool) -> 
 
     Args:
         collects: a launcher collects the results.
+
+    Raises:
+        Violation: a node did not end within `LEFT_S`, or left a key.
     """
     view, now = world.invariants.view, world.loop.time
     began, healed = now(), False
@@ -436,7 +441,7 @@ async def _wait_until_ended(world: World, faults: Faults, *, collects: bool) -> 
         if world.failed.done():
             world.failed.result()
         if now() > began + LEFT_S:
-            late = ", ".join(f"{known.id} of {known.of}" for known in world.nodes.values() if known.exists)
+            late = ", ".join(f"{known.id} of {known.run_name}" for known in world.nodes.values() if known.exists)
             raise Violation(f"nodes do not end: {late}: {describe_hang(world)}")
         if not healed and now() > began + LEAVES_S:
             healed = True
@@ -453,6 +458,7 @@ async def _wait_until_ended(world: World, faults: Faults, *, collects: bool) -> 
 
 
 async def _wait_for_outcome(world: World, faults: Faults) -> str:
+    """Waits for the job's end, and checks its result. Returns how it ended, as `Outcome.ended`. Raises Violation."""
     status = asyncio.ensure_future(world.status())
     waiting: list[asyncio.Future[Any]] = [status]
     try:

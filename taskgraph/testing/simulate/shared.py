@@ -32,8 +32,8 @@ class Sharing:
     """Which tasks share a number.
 
     Attributes:
-        tasks: those that declare it; the lowest keeps it.
-        stray: (task, epoch): after this epoch the task has another number than the others.
+        tasks: the tasks that declare it; the lowest, the keeper, has it in its snapshots.
+        stray: (task, epoch): after this epoch the task has another number than the others; None: all agree.
     """
 
     seed: int
@@ -44,7 +44,7 @@ class Sharing:
     def draw(
         cls, rng: random.Random, seed: int, able: Collection[int], own_state: Collection[int], epochs: int
     ) -> Sharing:
-        """Draws which of the tasks that are `able` share. The keeper has state of its own, as `own_state` says."""
+        """Draws which of the tasks in `able` share the number. The keeper is a task in `own_state`."""
         if rng.random() >= SHARE:
             return cls(seed)
         tasks = {task for task in able if rng.random() < 0.85}
@@ -60,7 +60,7 @@ class Sharing:
         return min(self.tasks, default=None)
 
     def number(self, boundary: int) -> int:
-        """Returns the shared number of a boundary."""
+        """Returns the shared number after this many epochs."""
         value = self.seed
         for epoch in range(boundary):
             value = self.next(value, epoch)
@@ -72,7 +72,7 @@ class Sharing:
         return value ^ (value >> 29)
 
     def is_refusal(self, reason: str) -> bool:
-        """True if a job failed with this reason because the task of `stray` differed in its epoch."""
+        """True if this reason of a job's failure says that the task of `stray` differs in its epoch."""
         if self.stray is None:
             return False
         task, epoch = self.stray
@@ -85,14 +85,14 @@ class Sharing:
         if self.stray is not None and self.stray[1] == epoch:
             raise Violation(f"epoch {epoch} committed, in which task {self.stray[0]} has other shared state")
 
-    def check_boundary(self, task: int, held: Boundary, where: str) -> None:
-        """Checks the committed boundary of one replica."""
-        self.check_value(task, held.value, held.stamp.epoch, where)
-        if held.shared is not None:
-            self._check(int(decode(held.shared)["common"][0]), held.stamp.epoch, f"{where}, beside")
+    def check_boundary(self, task: int, boundary: Boundary, where: str) -> None:
+        """Checks the shared number in the committed boundary of a replica. `where` names it in the violation."""
+        self.check_value(task, boundary.value, boundary.stamp.epoch, where)
+        if boundary.shared is not None:
+            self._check(int(decode(boundary.shared)["common"][0]), boundary.stamp.epoch, f"{where}, beside")
 
     def check_value(self, task: int, value: Encoded, epoch: int, where: str) -> None:
-        """Checks the value of a boundary, or a file of a checkpoint: that of the keeper alone has the number."""
+        """Checks a snapshot, of a boundary or a checkpoint: the keeper's has the right number, others have none."""
         if task not in self.tasks:
             return
         state = decode(value)["state"]
@@ -109,7 +109,7 @@ class Sharing:
 
 
 def with_shared(kind: Any, sharing: Sharing) -> Any:
-    """Returns a subclass with a shared number, which it checks at each sync point."""
+    """Returns a subclass of a task class, with the shared number: each sync point checks it, and makes the next one."""
 
     class Shared(kind, shared=["common"]):  # type: ignore[misc, call-arg]
         def setup(self) -> None:

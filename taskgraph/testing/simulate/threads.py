@@ -35,15 +35,15 @@ class FunctionTiming:
         self._extra_share = rng.choice((0.0, 0.01, 0.03))
 
     def end(self) -> None:
-        """Stops long durations."""
+        """Ends extra durations. Functions still run at any moment of their duration."""
         self._extra_share = 0.0
 
     def runs_at_once(self) -> bool:
-        """True if a brief function ends before `start` returns."""
+        """Draws whether a brief function ends before `start` returns."""
         return self.active and self._rng.random() < self._at_once_share
 
     def share_before_run(self) -> float:
-        """Returns the share of a function's duration that passes before it runs; the rest follows."""
+        """Draws the share of a function's duration that passes before it takes effect; the rest passes after that."""
         return self._rng.random() if self.active else 1.0
 
     def extra_s(self) -> float:

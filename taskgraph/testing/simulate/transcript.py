@@ -19,14 +19,15 @@ class Transcript:
         self.states: Counter[str] = Counter()
 
     def add(self, who: str, what: str, detail: str = "") -> None:
+        """Logs an event: who (a node, "net", "etcd", "fault", ...) did what."""
         self._lines.append((self._now(), who, what, detail))
 
-    def fault(self, kind: str, detail: str = "") -> None:
+    def add_fault(self, kind: str, detail: str = "") -> None:
         """Records a fault that took effect."""
         self.faults[kind] += 1
         self.add("fault", kind, detail)
 
-    def state(self, kind: str) -> None:
+    def count_state(self, kind: str) -> None:
         """Counts a state of the protocol that the simulation reached."""
         self.states[kind] += 1
 

@@ -53,7 +53,7 @@ class Step:
     outbound: tuple[tuple[str, tuple[int, ...]], ...] = ()
     flags: tuple[int, ...] = ()
     requests: tuple[int, ...] = ()
-    looks: tuple[int, ...] = ()  # pure requests
+    looks: tuple[int, ...] = ()  # the tasks that it sends pure requests
     parallel: bool = False
     waits: bool = False  # it is an `async def`
     bulk: bool = False  # its items are arrays
@@ -71,7 +71,7 @@ class Mistake:
 
     Attributes:
         where: the method, one of `HOOKS`.
-        first, times: the number of the first call that raises, among all replicas, and how many calls raise.
+        first, times: which call is the first to raise, of those of all replicas from 1 on; how many calls in a row do.
         calls, raised: how many calls there were, and how many of them raised.
     """
 
@@ -90,6 +90,7 @@ class Mistake:
 
     @property
     def text(self) -> str:
+        """Describes the mistake, in the seed's description and in the error."""
         return f"a mistake in {self.where} of task {self.task}"
 
     def raise_if_due(self, where: str, task: int) -> None:
@@ -116,20 +117,24 @@ _MAX_STEPS = 4
 
 
 class Recorder(Protocol):
-    """Records what user code does in each run of an epoch; `runs.Runs` implements it."""
+    """Called by user code with what it does in each run of an epoch; `runs.Runs` implements it.
+
+    `steps` are the run's processors, `last_commit` is the epoch of the last `on_commit`, `consumed` are a step's items,
+    and `state` is the task's state: after the epoch in `on_epoch_end`, which each sync point calls.
+    """
 
     def on_compose(self, epoch: Any, steps: tuple[Step, ...], last_commit: int | None) -> None: ...
-    def on_begin(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
+    def on_epoch_begin(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
     def on_state_read(self, epoch: Any, state: int) -> None: ...
     def on_compute(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None: ...
     def on_put(self, epoch: Any, tag: str, to: int, value: int) -> None: ...
     def on_flag_sent(self, epoch: Any, to: int, value: int) -> None: ...
-    def on_flag(self, epoch: Any, sender: int, value: int) -> None: ...
-    def on_request(self, epoch: Any, to: int, value: int, answer: int) -> None: ...
+    def on_flag_received(self, epoch: Any, sender: int, value: int) -> None: ...
+    def on_request_answered(self, epoch: Any, to: int, value: int, answer: int) -> None: ...
     def on_request_handled(self, epoch: Any, sender: int, value: int, answer: int) -> None: ...
-    def on_end(self, epoch: Any, state: int) -> None: ...
-    def on_finish(self, epoch: Any) -> None: ...
-    def on_committed(self, task: int, number: int, state: int | None) -> None: ...
+    def on_epoch_end(self, epoch: Any, state: int) -> None: ...
+    def on_finish_call(self, epoch: Any) -> None: ...
+    def on_commit_call(self, task: int, number: int, state: int | None) -> None: ...
     def on_teardown(self, task: int) -> None: ...
 
 
@@ -172,47 +177,53 @@ class Workload:
     def draw(
         cls,
         rng: random.Random,
-        keeps: random.Random | None = None,
-        hurries: random.Random | None = None,
-        flies: random.Random | None = None,
-        stands: random.Random | None = None,
-        turns: random.Random | None = None,
-        asks: random.Random | None = None,
+        checkpoint_rng: random.Random | None = None,
+        ahead_rng: random.Random | None = None,
+        in_flight_rng: random.Random | None = None,
+        same_plan_rng: random.Random | None = None,
+        turn_rng: random.Random | None = None,
+        request_rng: random.Random | None = None,
     ) -> Workload:
-        """Draws a job from `rng`. Each other generator, if given, adds a feature, and changes nothing else of the job.
+        """Draws a job from `rng`. Each other generator, if given, may add a feature, and changes nothing else.
 
         Args:
-            keeps: the job has checkpoints.
-            hurries: tasks may be ahead of the last commit.
-            flies: tasks without handlers may be in several epochs at a time.
-            stands: such a job may have the same plan in all epochs.
-            turns: tasks may relay flags, and disagree about the job's end.
-            asks: handlers may send requests, and `compose` may send flags.
+            checkpoint_rng: the job has checkpoints.
+            ahead_rng: tasks may be ahead of the last commit.
+            in_flight_rng: tasks without handlers may be in several epochs at a time.
+            same_plan_rng: such a job may have the same plan in all epochs.
+            turn_rng: tasks may relay flags, and disagree about the job's end.
+            request_rng: handlers may send requests, and `compose` may send flags.
         """
         tasks = rng.choice((1, 2, 2, 3, 3, 4))
         epochs = rng.choice((2, 3, 3, 4, 5, 6))
         talks = rng.random() < 0.4
         plan = tuple(tuple(_draw_epoch(rng, tasks, talks)) for _ in range(epochs))
         every = 0
-        if keeps is not None:
-            every = keeps.choice((1, 2, 2, 3))
-            plan += tuple(tuple(_draw_epoch(keeps, tasks, talks)) for _ in range(keeps.randrange(1, 8)))
+        if checkpoint_rng is not None:
+            every = checkpoint_rng.choice((1, 2, 2, 3))
+            plan += tuple(
+                tuple(_draw_epoch(checkpoint_rng, tasks, talks)) for _ in range(checkpoint_rng.randrange(1, 8))
+            )
             epochs = len(plan)
         ahead, gather_s, listening = 0, 0.0, frozenset(range(tasks))
-        if hurries is not None:
-            ahead, gather_s = hurries.choice((1, 2, 3, 8, 8)), hurries.choice((0.0, 0.05, 1.0))
-            listening = frozenset(task for task in range(tasks) if hurries.random() < 0.15)
-            plan += tuple(tuple(_draw_epoch(hurries, tasks, talks)) for _ in range(hurries.randrange(0, 8)))
+        if ahead_rng is not None:
+            ahead, gather_s = ahead_rng.choice((1, 2, 3, 8, 8)), ahead_rng.choice((0.0, 0.05, 1.0))
+            listening = frozenset(task for task in range(tasks) if ahead_rng.random() < 0.15)
+            plan += tuple(tuple(_draw_epoch(ahead_rng, tasks, talks)) for _ in range(ahead_rng.randrange(0, 8)))
             epochs = len(plan)
         in_flight, in_flight_tasks = 1, frozenset[int]()
-        if flies is not None and not talks:
-            in_flight = flies.choice((1, 2, 2, 4, 4, 8))
-            in_flight_tasks = frozenset(task for task in range(tasks) if task not in listening and flies.random() < 0.8)
-            plan += tuple(tuple(_draw_epoch(flies, tasks, talks)) for _ in range(flies.randrange(2, 10)))
+        if in_flight_rng is not None and not talks:
+            in_flight = in_flight_rng.choice((1, 2, 2, 4, 4, 8))
+            in_flight_tasks = frozenset(
+                task for task in range(tasks) if task not in listening and in_flight_rng.random() < 0.8
+            )
+            plan += tuple(
+                tuple(_draw_epoch(in_flight_rng, tasks, talks)) for _ in range(in_flight_rng.randrange(2, 10))
+            )
             epochs = len(plan)
         erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.3 else frozenset[int]()
-        if in_flight_tasks and flies is not None and flies.random() < 0.5:
-            erratic |= {flies.choice(sorted(in_flight_tasks))}  # so that more epochs restart
+        if in_flight_tasks and in_flight_rng is not None and in_flight_rng.random() < 0.5:
+            erratic |= {in_flight_rng.choice(sorted(in_flight_tasks))}  # so that more epochs restart
         drawn = cls(
             seed=rng.getrandbits(32),
             tasks=tasks,
@@ -231,26 +242,26 @@ class Workload:
             epochs_in_flight=in_flight,
             in_flight_tasks=in_flight_tasks,
         )
-        if flies is not None:
+        if in_flight_rng is not None:
             drawn.plan = tuple(
                 tuple(
-                    _draw_stateless_steps(flies, steps, keeps_nothing=task in drawn.without_state)
+                    _draw_stateless_steps(in_flight_rng, steps, keeps_nothing=task in drawn.without_state)
                     if task in in_flight_tasks
                     else steps
                     for task, steps in enumerate(epoch)
                 )
                 for epoch in plan
             )
-        if in_flight_tasks and stands is not None and stands.random() < SAME_PLAN_SHARE:
-            drawn.plan, drawn.same_plan = (stands.choice(drawn.plan),) * epochs, True
-        if turns is not None and drawn.finishes and turns.random() < DISAGREEING_END_SHARE:
-            drawn.end_whims = random.Random(turns.getrandbits(32))
-        if turns is not None and talks and turns.random() < RELAY_SHARE:
-            drawn.relays, drawn.lingers_s = turns.choice((0, 1)), turns.choice((0.0, 0.0, 0.01, 0.1, 0.7))
-        if asks is not None and talks and asks.random() < CHAINED_REQUEST_SHARE:
-            drawn.asks_on = asks.choice((0, 1, 1))
-        if asks is not None and talks and asks.random() < COMPOSE_FLAG_SHARE:
-            drawn.opens = frozenset(task for task in range(tasks) if asks.random() < 0.6)
+        if in_flight_tasks and same_plan_rng is not None and same_plan_rng.random() < SAME_PLAN_SHARE:
+            drawn.plan, drawn.same_plan = (same_plan_rng.choice(drawn.plan),) * epochs, True
+        if turn_rng is not None and drawn.finishes and turn_rng.random() < DISAGREEING_END_SHARE:
+            drawn.end_whims = random.Random(turn_rng.getrandbits(32))
+        if turn_rng is not None and talks and turn_rng.random() < RELAY_SHARE:
+            drawn.relays, drawn.lingers_s = turn_rng.choice((0, 1)), turn_rng.choice((0.0, 0.0, 0.01, 0.1, 0.7))
+        if request_rng is not None and talks and request_rng.random() < CHAINED_REQUEST_SHARE:
+            drawn.asks_on = request_rng.choice((0, 1, 1))
+        if request_rng is not None and talks and request_rng.random() < COMPOSE_FLAG_SHARE:
+            drawn.opens = frozenset(task for task in range(tasks) if request_rng.random() < 0.6)
         return drawn
 
     def draw_sharing(self, rng: random.Random) -> None:
@@ -259,8 +270,8 @@ class Workload:
         able = set(range(self.tasks)) - (self.without_state & self.in_flight_tasks)
         self.sharing = Sharing.draw(rng, self.seed, sorted(able), own_state, self.epochs)
 
-    def draw_moods(self, rng: random.Random) -> None:
-        """Makes one task moody: only it sends flags, in some runs of an epoch.
+    def draw_moody_task(self, rng: random.Random) -> None:
+        """Makes one task moody: it alone sends flags, in some runs of an epoch only, and no task sends requests.
 
         So a crashed primary has handled no message that its successor needs, and the epoch goes on without a restart.
         """
@@ -279,11 +290,12 @@ class Workload:
         )
 
     def is_silent(self, epoch: Any) -> bool:
-        """True if the moody task sends no flags in this run: mostly in an epoch's first run."""
+        """Draws whether the moody task sends no flags in this run: mostly so in an epoch's first run."""
         first = self.rerun.setdefault(epoch.number, epoch._work) is epoch._work
         return self.chaos.random() < (0.8 if first else 0.2)
 
     def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
+        """Returns the processors of a task in an epoch."""
         # If a task ends the job, other tasks may run ahead of the last epoch, in vain.
         return self.plan[min(epoch, self.epochs - 1)][task]
 
@@ -292,8 +304,10 @@ class Workload:
         return mix(self.seed, 1, task)
 
     def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
+        """Returns the job, whose user code reports what it does to the recorder."""
+
         def build(task: int) -> tg.Task:
-            kind = self._kind(task)
+            kind = self._class_of(task)
             if self.hears_s:
                 kind = _with_slow_on_flag(kind)
             if self.asks_on is not None:
@@ -319,7 +333,7 @@ class Workload:
             checkpoint_every=self.checkpoint_every or 1,
         )
 
-    def _kind(self, task: int) -> type[_NoState]:
+    def _class_of(self, task: int) -> type[_NoState]:
         if task in self.in_flight_tasks and self.same_plan:
             return _SamePlanNoState if task in self.without_state else _SamePlan
         if task in self.in_flight_tasks:
@@ -348,6 +362,7 @@ class Workload:
         return states
 
     def _expected_epoch(self, epoch: int, before: list[int]) -> list[int]:
+        """Computes the states of all tasks after an epoch from those before it."""
         items: dict[tuple[str, int, int], int] = {}
         heard = [0] * self.tasks
         inputs: dict[int, list[int]] = {}
@@ -383,20 +398,20 @@ class Workload:
         return [self.next_state(before[t], epoch, t, mix(heard[t], trail[t]), inputs[t]) for t in range(self.tasks)]
 
     def _add_message(self, heard: list[int], task: int, to: int, value: int) -> None:
-        """Adds a flag or request, and the flag that relays it, to the receivers' sums."""
+        """Adds a flag or request from `task`, and the flag that relays it, to the receivers' sums in `heard`."""
         heard[to] = (heard[to] + mix(task, value)) & _MASK
         if self.relays is not None:
             heard[self.relay_target(to)] = (heard[self.relay_target(to)] + mix(to, mix(value, _RELAY_SALT))) & _MASK
 
     def next_state(self, state: int, epoch: int, task: int, seen: int, read: list[int]) -> int:
-        """Returns a task's state after an epoch."""
+        """Returns a task's state after an epoch, from a hash of its messages and the items of its sync point."""
         if task in self.without_state:
             return state
         return (state + mix(self.seed, state, epoch, task, seen, *read)) & _MASK
 
 
 def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step, ...]]:
-    """Draws the steps of each task in an epoch. Later layers consume the items of a layer, so nothing deadlocks."""
+    """Draws the steps of each task in an epoch. Only steps of later layers consume a layer's items: no deadlocks."""
     layers = rng.choice((1, 1, 2, 3))  # steps of a task before its sync point
     there = [[layer < layers and rng.random() < 0.75 for layer in range(layers)] for _ in range(tasks)]
     inbound: dict[tuple[int, int], dict[str, list[int]]] = {}
@@ -445,7 +460,11 @@ def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step,
 
 
 def _draw_stateless_steps(rng: random.Random, steps: tuple[Step, ...], *, keeps_nothing: bool) -> tuple[Step, ...]:
-    """Draws which steps are `@tg.stateless`, and how long steps sleep, so that other epochs can begin."""
+    """Returns a task's steps with new draws: which are `@tg.stateless`, and how long each sleeps (then epochs overlap).
+
+    Args:
+        keeps_nothing: the task has no state, so its sync point may be stateless, too.
+    """
     found = []
     for step in steps:
         if step.outbound:
@@ -458,7 +477,7 @@ def _draw_stateless_steps(rng: random.Random, steps: tuple[Step, ...], *, keeps_
 
 
 class _NoState(tg.Task):
-    """A task without state, flags and requests."""
+    """A task without state, flags and requests. Its processors are `run`, `wait`, `sync` and `slow_sync`."""
 
     value: Any
     last_commit: int | None = None
@@ -481,33 +500,36 @@ class _NoState(tg.Task):
         self._recorder.on_compose(epoch, steps, self.last_commit)
         for step in steps:
             epoch.processor(
-                functools.partial(self._compute(step), step),
+                functools.partial(self._processor_of(step), step),
                 inbound={tag: list(producers) for tag, producers in step.inbound},
                 outbound={tag: list(consumers) for tag, consumers in step.outbound},
                 name=step.name,
                 parallel=step.parallel,
             )
 
-    def _compute(self, step: Step) -> Callable[..., Any]:
+    def _processor_of(self, step: Step) -> Callable[..., Any]:
+        """Returns the method that executes a step."""
         if step.outbound:
             return self.wait if step.waits else self.run
         return self.slow_sync if step.waits else self.sync
 
-    def _read(self, step: Step, ins: Any) -> dict[tuple[str, int], int]:
+    def _consume(self, step: Step, ins: Any) -> dict[tuple[str, int], int]:
+        """Reads all items of a step: (tag, producer) -> number."""
         return {
             (tag, producer): int(np.asarray(value).reshape(-1)[0])
             for tag, _ in step.inbound
             for producer, value in ins.all(tag).items()
         }
 
-    def _value(self, step: Step, epoch: Any, consumed: dict[tuple[str, int], int]) -> int:
+    def _compute_value(self, step: Step, epoch: Any, consumed: dict[tuple[str, int], int]) -> int:
+        """Returns the number from which a step's items and messages follow, and records the step."""
         work = self._workload
         if step.early:
             self._fail_after_last_epoch(epoch)
         self._recorder.on_compute(epoch, step, consumed)
         if not step.parallel:  # parallel steps share no scratch
             epoch.scratch.trail = mix(getattr(epoch.scratch, "trail", 0), step.index)
-        state = 0 if step.early else self._state(epoch)
+        state = 0 if step.early else self._read_state(epoch)
         value = mix(work.seed, state, epoch.number, self.task_id, step.index, *consumed.values())
         return value ^ work.chaos.getrandbits(60) if self.task_id in work.erratic else value
 
@@ -516,12 +538,13 @@ class _NoState(tg.Task):
         if self.task_id in self._workload.in_flight_tasks and epoch.number >= self._workload.epochs:
             raise ArithmeticError(f"task {self.task_id} in epoch {epoch.number}, after the end")
 
-    def _state(self, epoch: Any) -> int:
+    def _read_state(self, epoch: Any) -> int:
         state = int(self.value[0])
         self._recorder.on_state_read(epoch, state)
         return state
 
-    def _put(self, step: Step, epoch: Any, outs: Any, value: int) -> None:
+    def _send_results(self, step: Step, epoch: Any, outs: Any, value: int) -> None:
+        """Sends the step's flags, and puts its items."""
         work = self._workload
         silent = self.task_id == work.moody and work.is_silent(epoch)
         for to in step.flags if not silent else ():
@@ -534,22 +557,22 @@ class _NoState(tg.Task):
                 outs.put(tag, np.full(4, item, dtype=np.uint64) if step.bulk else item, to=to)
 
     def run(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
-        self._put(step, epoch, outs, self._value(step, epoch, self._read(step, ins)))
+        self._send_results(step, epoch, outs, self._compute_value(step, epoch, self._consume(step, ins)))
 
     async def wait(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
-        value = self._value(step, epoch, self._read(step, ins))
+        value = self._compute_value(step, epoch, self._consume(step, ins))
         for to in step.looks:
             value = mix(value, await epoch.request(to, "look", value))
         for to in step.requests:
             ask = mix(value, to)
             answer = await epoch.request(to, "ask", ask)
-            self._recorder.on_request(epoch, to, ask, answer)
+            self._recorder.on_request_answered(epoch, to, ask, answer)
             value = mix(value, answer)
         if step.lasts_s:
             await asyncio.sleep(step.lasts_s)
             if not step.early:
-                self._state(epoch)  # the state must be unchanged
-        self._put(step, epoch, outs, value)
+                self._read_state(epoch)  # the state must be unchanged
+        self._send_results(step, epoch, outs, value)
 
     def sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
         self._finish_epoch(epoch, self._next_state(step, epoch, ins))
@@ -560,22 +583,25 @@ class _NoState(tg.Task):
         self._finish_epoch(epoch, after)
 
     def _next_state(self, step: Step, epoch: Any, ins: Any) -> int:
-        work, consumed = self._workload, self._read(step, ins)
+        """Records the sync point, and returns the state after it."""
+        work, consumed = self._workload, self._consume(step, ins)
         self._fail_after_last_epoch(epoch)
         self._recorder.on_compute(epoch, step, consumed)
         seen = mix(getattr(epoch.scratch, "heard", 0), getattr(epoch.scratch, "trail", 0))
-        return work.next_state(self._state(epoch), epoch.number, self.task_id, seen, list(consumed.values()))
+        return work.next_state(self._read_state(epoch), epoch.number, self.task_id, seen, list(consumed.values()))
 
     def _finish_epoch(self, epoch: Any, after: int) -> None:
+        """Stores and reports the new state, and ends the job if this task does that."""
         work = self._workload
         self.value[0] = after  # in place: a restored state must be the task's own
-        self._recorder.on_end(epoch, after)
+        self._recorder.on_epoch_end(epoch, after)
         epoch.report(**{f"t{self.task_id}": reported(after)})
         if work.finishes and self.task_id == work.seed % work.tasks and self._is_last(epoch.number):
-            self._recorder.on_finish(epoch)
+            self._recorder.on_finish_call(epoch)
             epoch.finish()
 
     def _is_last(self, epoch: int) -> bool:
+        """True if this replica wants the job to end after this epoch."""
         whim = self._whim is not None and mix(self._whim, epoch) % 3 == 0
         return whim or epoch + 1 == self._workload.epochs
 
@@ -596,9 +622,10 @@ class _NoStateTalking(_NoState):
     def on_flag(self, epoch: Any, sender: int, meta: Any) -> None:
         relayed = isinstance(meta, list)
         self._count_message(epoch, sender, meta[0] if relayed else meta, relays=not relayed)
-        self._recorder.on_flag(epoch, sender, meta[0] if relayed else meta)
+        self._recorder.on_flag_received(epoch, sender, meta[0] if relayed else meta)
 
     def _count_message(self, epoch: Any, sender: int, value: int, *, relays: bool) -> None:
+        """Adds a message to the sum of the epoch's messages. If `relays`, sends a flag that follows from it."""
         epoch.scratch.heard = (getattr(epoch.scratch, "heard", 0) + mix(sender, value)) & _MASK
         if relays and self._workload.relays is not None:
             hold = epoch.hold("what follows from a message")
@@ -608,6 +635,7 @@ class _NoStateTalking(_NoState):
                 self._relay(epoch, value, hold)
 
     def _relay(self, epoch: Any, value: int, hold: tg.Hold) -> None:
+        """Sends the flag that follows from a message, and lets the epoch go on."""
         to, relayed = self._workload.relay_target(self.task_id), mix(value, _RELAY_SALT)
         if not epoch.cancelled:
             self._recorder.on_flag_sent(epoch, to, relayed)
@@ -643,7 +671,7 @@ class _Listening(_NoState):
     def on_commit(self, number: int, state: Any) -> None:
         self.last_commit = number
         value = None if state is None else state.get("value")  # none if all its state is shared
-        self._recorder.on_committed(self.task_id, number, None if value is None else int(value[0]))
+        self._recorder.on_commit_call(self.task_id, number, None if value is None else int(value[0]))
 
 
 class _ListeningPlain(_Listening, _Plain):
@@ -665,9 +693,9 @@ class _InFlightNoState(_NoState):
     def compose(self, epoch: Any) -> None:
         self._compose(epoch)
 
-    def _compute(self, step: Step) -> Callable[..., Any]:
+    def _processor_of(self, step: Step) -> Callable[..., Any]:
         if not step.early:
-            return super()._compute(step)
+            return super()._processor_of(step)
         if step.outbound:
             return self.early_wait if step.waits else self.early_run
         return self.early_slow_sync if step.waits else self.early_sync
@@ -700,7 +728,7 @@ class _SamePlanNoState(_InFlightNoState):
     def compose(self, epoch: Any) -> None:
         for at, step in enumerate(self._workload.steps(0, self.task_id)):
             epoch.processor(
-                getattr(self, f"{self._compute(step).__name__}_{at}"),
+                getattr(self, f"{self._processor_of(step).__name__}_{at}"),
                 inbound={tag: list(producers) for tag, producers in step.inbound},
                 outbound={tag: list(consumers) for tag, consumers in step.outbound},
                 name=step.name,
@@ -708,14 +736,17 @@ class _SamePlanNoState(_InFlightNoState):
             )
 
     def step_at(self, at: int, epoch: Any) -> Step:
-        """Returns the task's step number `at`. A graph is reusable only if its computes are methods."""
+        """Returns the task's step number `at`, for a method: the graph is reusable only if its computes are methods."""
         steps = self._workload.steps(0, self.task_id)
-        self._recorder.on_begin(epoch, steps)
+        self._recorder.on_epoch_begin(epoch, steps)
         return steps[at]
 
 
 def _with_mistake(kind: type[_NoState], mistake: Mistake, *, stateful: bool) -> type[_NoState]:
-    """Returns a subclass with one method that may raise before it does anything."""
+    """Returns a subclass whose method `mistake.where` raises in the calls that the mistake counts.
+
+    Returns the class itself if that method is `restore` of a task without state: it is never called.
+    """
     name = mistake.where
     if name == "restore" and not stateful:
         return kind  # tasks without state are not restored
@@ -769,7 +800,7 @@ def _with_chained_requests(kind: Any) -> type[_NoState]:
         self._count_message(epoch, sender, payload, relays=True)
         to, asked = work.chained_target(self.task_id), mix(payload, _CHAIN_SALT)
         answer = await epoch.request(to, "ask", [asked])
-        self._recorder.on_request(epoch, to, asked, answer)
+        self._recorder.on_request_answered(epoch, to, asked, answer)
         answer = mix(mix(state, payload, sender), answer)
         self._recorder.on_request_handled(epoch, sender, payload, answer)
         return answer
@@ -778,7 +809,7 @@ def _with_chained_requests(kind: Any) -> type[_NoState]:
 
 
 def _compute_step(method: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Returns a compute that calls `method` with the task's step number `at`."""
+    """Returns a compute for `_SamePlanNoState`: it calls `method` with the task's step number `at`."""
 
     def compute(self: _SamePlanNoState, epoch: Any, ins: Any, outs: Any) -> None:
         method(self, self.step_at(at, epoch), epoch, ins, outs)

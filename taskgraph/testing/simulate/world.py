@@ -50,7 +50,7 @@ _MESSAGE_OF_BATCH = {"Reports": "Report", "Offers": "Offer", "WrittenFiles": "Wr
 
 
 class Moment(Protocol):
-    """Called with the name of a moment, and the one or two nodes that it concerns ("" for none)."""
+    """Called with the name of a moment (see `drawing`), and the one or two nodes that it concerns ("" for none)."""
 
     def __call__(self, name: str, node: str, peer: str = "") -> None: ...
 
@@ -61,7 +61,7 @@ class SimNode:
 
     id: str
     name: str
-    of: str  # the name of its run
+    run_name: str
     process: Process
     threads: Process
     coordinator: SimCoordinator
@@ -74,6 +74,7 @@ class SimNode:
 
     @property
     def exists(self) -> bool:
+        """True until the process is killed or ends by itself."""
         return not self.dead and not self.run.done()
 
 
@@ -93,7 +94,7 @@ class World:
 
     Args:
         rng: draws delays. Faults are injected by the caller.
-        keeps: draws for checkpoints only, so that jobs without checkpoints do not depend on it.
+        disk_rng: draws delays and faults of the disk for checkpoints; jobs without checkpoints do not depend on it.
         pace: delays that are not failures; by default there are none.
 
     Attributes:
@@ -106,7 +107,7 @@ class World:
         settings: tg.Settings,
         min_nodes: int,
         rng: random.Random,
-        keeps: random.Random,
+        disk_rng: random.Random,
         pace: Pace | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -124,11 +125,11 @@ class World:
         self.shut_down = False  # a user cancelled the job
         self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
-        self._keeps = keeps
+        self._disk_rng = disk_rng
         self.pace = pace or Pace.none()
         self.pace.slow_actors.on_slow = self._on_slow_actor
         self.place = SimPlace(
-            random.Random(keeps.getrandbits(64)),
+            random.Random(disk_rng.getrandbits(64)),
             lambda name, node: self.moment(name, node),
             self._check_manifest,
             self._check_removal,
@@ -169,8 +170,8 @@ class World:
     def _create_run(self, run: str, workload: Workload) -> _RunState:
         """Creates the job, records and invariants of a run."""
         runs = Runs(
-            lambda: self.transcript.state("epochs in flight"),
-            lambda: self.transcript.state("torn down"),
+            lambda: self.transcript.count_state("epochs in flight"),
+            lambda: self.transcript.count_state("torn down"),
             revision=lambda: self.invariants.view.revision,
         )
         job = workload.job(runs, self.settings, self._min_nodes)
@@ -193,6 +194,7 @@ class World:
         return _RunState(workload, runs, job, spec, invariants)
 
     def _switch_to_run(self, made: _RunState) -> None:
+        """Makes this run the one that new nodes join, and that the checks follow."""
         self.workload, self.runs, self.job = made.workload, made.runs, made.job
         self.spec, self.invariants = made.spec, made.invariants
 
@@ -206,7 +208,7 @@ class World:
         """
         made = self._submitted_run = self._create_run(run, workload)
         spec = dataclasses.replace(made.spec, expected_nodes=nodes)
-        with launcher_uses(self.place, random.Random(self._keeps.getrandbits(64)), self.pace.timing):
+        with launcher_uses(self.place, random.Random(self._disk_rng.getrandbits(64)), self.pace.timing):
             try:
                 spec, beginning = await self._plan(spec, resume=resume)
             except CheckpointError as error:  # no checkpoint is usable: begin anew
@@ -221,7 +223,7 @@ class World:
                     break
                 except Unavailable:  # a launcher tries again
                     await asyncio.sleep(0.1)
-        self.transcript.state("submitted again" if beginning.checkpoint is None else "went on from a checkpoint")
+        self.transcript.count_state("submitted again" if beginning.checkpoint is None else "went on from a checkpoint")
         self._name_count = 0
         for _ in range(nodes):
             self.add()
@@ -237,6 +239,7 @@ class World:
     # -- life -------------------------------------------------------------------------------------
 
     async def start(self, nodes: int) -> None:
+        """Submits the job, and starts this many nodes."""
         self.spec = dataclasses.replace(self.spec, expected_nodes=nodes)
         await submit(self.launcher, self.spec)
         for _ in range(nodes):
@@ -264,7 +267,7 @@ class World:
         events = EventLog(name)
         events.listen(lambda event: self._on_event(node_id, event))
         host = f"h{self._rng.randrange(1, 4)}"
-        process.clock = threads.clock = self.pace.host_clocks.of(host)
+        process.clock = threads.clock = self.pace.host_clocks.clock_of(host)
         making = partial(
             Node,
             spec=self.spec,
@@ -280,23 +283,27 @@ class World:
                 random.Random(self._rng.getrandbits(64)),
                 self.compute_s,
                 self.pace.timing,
-                self._delay_of("code", node_id),
+                self._slow_actor_delay("code", node_id),
             ),
             file_threads=FileThreads(
-                random.Random(self._keeps.getrandbits(64)), place, self.pace.timing, self._delay_of("files", node_id)
+                random.Random(self._disk_rng.getrandbits(64)),
+                place,
+                self.pace.timing,
+                self._slow_actor_delay("files", node_id),
             ),
             place=place,
             point=self._stage_hook(node_id),
         )
         node: Node = process.new_context().run(making)  # in its context, since it reads its clock
         node.failed_set_ups.alone = True  # as in a process of its own
-        run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.new_context())
+        run = self.loop.create_task(self._run_node(node), name=f"node {name}", context=process.new_context())
         known = self.nodes[node_id] = SimNode(
             node_id, name, self.spec.run, process, threads, coordinator, place, node, run
         )
         return known
 
-    def _delay_of(self, what: str, node_id: str) -> Callable[[], float]:
+    def _slow_actor_delay(self, what: str, node_id: str) -> Callable[[], float]:
+        """Returns the function that draws a delay in seconds if `what` of the node is a slow actor."""
         return lambda: self.pace.slow_actors.late_s(what, f"{what} of {node_id}")
 
     def _step_timer(self, node_id: str) -> Callable[[], float] | None:
@@ -305,17 +312,19 @@ class World:
         if not steps.active:
             return None
 
-        def stepped() -> float:
+        def draw_step() -> float:
             self.moment("step", node_id)
             return steps.step_s() + self.pace.slow_actors.late_s(f"steps of {node_id}") / 10
 
-        return stepped
+        return draw_step
 
     def _on_slow_actor(self, name: str, late_s: float, for_s: float) -> None:
+        """Logs that an actor becomes slow for a time."""
         self.transcript.add("world", "comes last", f"{name}: up to {late_s:.3f} s, for {for_s:.3f} s")
-        self.transcript.state("comes last")
+        self.transcript.count_state("comes last")
 
-    async def _run(self, node: Node) -> None:
+    async def _run_node(self, node: Node) -> None:
+        """Runs a node until it ends. Ending by an error is a violation, unless a fault explains the error."""
         try:
             await asyncio.sleep(self._rng.uniform(0.0, 0.05))
             await node.run()
@@ -326,7 +335,7 @@ class World:
                 self.declare_gone(node.id, "it ended")
         except SetUpFailed as error:
             self.transcript.add(node.id, "ended", str(error))
-            self.transcript.state("a node ended that could not set up a backup")
+            self.transcript.count_state("a node ended that could not set up a backup")
             mistake = self.workload.mistake
             if mistake is None or not mistake.raised:
                 self.fail(Violation(f"{node.id} ended: {error}"))
@@ -337,8 +346,8 @@ class World:
             if known.dead:
                 return
             self.transcript.add(node.id, "ended", str(error))
-            self.transcript.state("a node ended itself")
-            late = known.of != self.spec.run and isinstance(error, JobError) and "submitted anew" in str(error)
+            self.transcript.count_state("a node ended itself")
+            late = known.run_name != self.spec.run and isinstance(error, JobError) and "submitted anew" in str(error)
             if not self._gone(node.id) and not late:
                 self.fail(Violation(f"{node.id} ended: {error}"))
             elif not self._over and len(self.existing()) - 1 <= self.settings.min_in_sync:
@@ -349,7 +358,7 @@ class World:
             await self.nodes[node.id].coordinator.close()
 
     def _gone(self, node_id: str) -> bool:
-        """True if the node's run has ever declared it gone."""
+        """True if the node was ever declared gone, also in an earlier run."""
         return node_id in self._gone_before or node_id in self.invariants.view.gone
 
     def fail(self, error: Exception) -> None:
@@ -361,32 +370,32 @@ class World:
     def declare_gone(self, node_id: str, why: str) -> None:
         """Declares a node gone, as a launcher does."""
 
-        def say() -> None:
-            if self.nodes[node_id].of == self.spec.run:
+        def declare() -> None:
+            if self.nodes[node_id].run_name == self.spec.run:
                 record = GoneRecord(reason=why, writer="launcher")
                 self.etcd.store.execute(transactions.declare_gone(self.invariants.view, node_id, record))
 
-        self.etcd.arrive(say)
+        self.etcd.arrive(declare)
 
     def collect(self) -> None:
         """Collects the results of a finished run, as a launcher does, so that its nodes may leave."""
 
-        def tell() -> None:
+        def put() -> None:
             if self.invariants.view.finished:
                 self.etcd.store.execute(Txn(success=(Put(self.keys.collected, b"{}"),)))
 
-        self.etcd.arrive(tell)
+        self.etcd.arrive(put)
 
     def cancel_job(self) -> None:
         """Cancels the job if it runs, as a user does."""
 
-        def end() -> None:
+        def cancel() -> None:
             if self.invariants.view.running:
                 self.shut_down = True
                 record = StatusRecord(state=State.CANCELLED, reason="shut down", writer="launcher")
                 self.etcd.store.execute(transactions.fail(self.invariants.view, record))
 
-        self.etcd.arrive(end)
+        self.etcd.arrive(cancel)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -451,10 +460,10 @@ class World:
 
     def existing(self) -> list[SimNode]:
         """Returns the run's nodes whose process exists, in the order of their start."""
-        return [known for known in self.nodes.values() if known.of == self.spec.run and known.exists]
+        return [known for known in self.nodes.values() if known.run_name == self.spec.run and known.exists]
 
     def active_members(self, task: int) -> list[str]:
-        """Returns the members of a task that are neither evicted nor about to be, by a transaction under way."""
+        """Returns the members of a task, without those that are evicted, or will be by a transaction under way."""
         sent = {
             node: self._evictions.get(self.keys.member(task, node))
             for node in self.invariants.view.active_members(task)
@@ -474,19 +483,22 @@ class World:
         except CheckpointError as error:
             if any(record.name in path for path in self.place.damaged):
                 return None
-            raise Violation(f"a checkpoint is is_complete, and cannot be used: {error}") from error
+            raise Violation(f"a checkpoint is complete, and cannot be used: {error}") from error
         return {task: value for task, value in read.items() if value is not None}
 
     def _on_event(self, node_id: str, event: Event) -> None:
+        """Logs an event of a node. If the event says that a lease ended, checks that it did."""
         self.transcript.add(node_id, event.kind, event.text)
-        self.transcript.state(event.kind)
+        self.transcript.count_state(event.kind)
         if (lease := event.fields.get("lease")) is not None:
-            self.transcript.state("lease ended")
+            self.transcript.count_state("lease ended")
             # The node asked at most a second ago, and the lease had less than a second left, by the node's clock.
             if not outside(self.etcd.store.has_ended, int(lease), 2.0 * self.pace.host_clocks.drift):
                 self.fail(Violation(f"{node_id} says too early: {event.text}"))
 
     def _stage_hook(self, node_id: str) -> Point:
+        """Returns the function that a node calls at each stage of an epoch; it signals the moments "point ..."."""
+
         async def at(stage: str, task: int, epoch: int) -> None:
             self.moment(f"point {stage}", node_id)
             if epoch + 1 == self.workload.epochs:
@@ -495,19 +507,22 @@ class World:
         return at
 
     def _on_message(self, sender: str, receiver: str, message: object) -> None:
+        """Logs a message that arrives. Signals a moment with the receiver as its node, and one with the sender."""
         kind = type(message).__name__
         self.transcript.add("net", kind, f"{sender} > {receiver}")
         moment = _MESSAGE_OF_BATCH.get(kind, kind)
         if moment is not kind:
-            self.transcript.state(f"several in {kind}")
+            self.transcript.count_state(f"several in {kind}")
         self.moment(f"message {moment}", receiver, sender)
         self.moment(f"answer {moment}", sender, receiver)
 
     def _on_call(self, sender: str, receiver: str, message: object) -> None:
+        """Signals that a node is about to send a message."""
         kind = type(message).__name__
         self.moment(f"sending {_MESSAGE_OF_BATCH.get(kind, kind)}", sender, receiver)
 
     def _on_txn(self, process: Process, txn: Txn, when: str) -> None:
+        """Signals the moment of a write: `when` is "sending", or "before" the server executes it."""
         puts = [(op.key, op.value) for op in txn.success if isinstance(op, Put)]
         kind = kind_of(self.invariants.view, puts) if puts else ""
         if kind:
@@ -517,6 +532,7 @@ class World:
             self.moment(f"{when} {kind}", process.name, member)
 
     def _on_write(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
+        """Logs and checks a write to etcd, within the write. A violation fails the simulation."""
         if self._over:
             return
         puts = [(e.kv.key, e.kv.value) for e in events if e.kind == "put"]
@@ -526,7 +542,7 @@ class World:
         if kind == "restart" and view.stamp is not None:
             terms = {task: known.record.term for task, known in view.primaries.items()}
             if self.runs.several_under_way(view.stamp, terms):
-                self.transcript.state("restart in flight")
+                self.transcript.count_state("restart in flight")
         for event in events:
             key = event.kv.key[root:]
             if key != "spec":
@@ -545,7 +561,7 @@ class World:
                 )
             else:
                 self.invariants.check_write(revision, events)
-            self._check_run(events)
+            self._check_writers(events)
             self.invariants.check_commit_calls()
             if self.invariants.view.checkpoint is not None:
                 self._pointer_names.add(self.invariants.view.checkpoint.record.name)
@@ -553,7 +569,7 @@ class World:
             self.fail(error)
         self.etcd.wake()
         if kind:
-            self.transcript.state(f"wrote {kind}")
+            self.transcript.count_state(f"wrote {kind}")
             self.etcd.later(0.0, self.moment, f"after {kind}", self._writer_of(puts))
 
     def _check_leases(self, events: tuple[KeyEvent, ...]) -> None:
@@ -564,7 +580,7 @@ class World:
             if event.kind == "delete" and known is not None and known.exists and registered is not None:
                 if known.declared_gone or self.etcd.store.holds(registered.record.lease):
                     continue  # the key or lease was deleted, and did not expire
-                counts_until = known.process.clock.when(known.coordinator.lease_valid_until(registered.record.lease))
+                counts_until = known.process.clock.time_of(known.coordinator.lease_valid_until(registered.record.lease))
                 late_s = counts_until - self.loop.at
                 if late_s > 1e-6 + self.pace.host_clocks.drift * self.settings.lease_ttl_s:
                     raise Violation(f"{known.id} counts on its lease for {late_s:.3f} s after it expired")
@@ -606,13 +622,13 @@ class World:
                 if record.reason.startswith("its key was absent") and for_s < least_s:
                     raise Violation(f"{node_id} is gone since {record.reason}, and it was for {for_s:.3f} s")
 
-    def _check_run(self, events: tuple[KeyEvent, ...]) -> None:
+    def _check_writers(self, events: tuple[KeyEvent, ...]) -> None:
         """Checks that nodes of an earlier run write only events and their own keys."""
         for event in events:
             key = event.kv.key
             if event.kind == "put" and not key.startswith((self.keys.events, self.keys.nodes)):
                 known = self.nodes.get(self._writer_of([(key, event.kv.value)]))
-                if known is not None and known.of != self.spec.run:
+                if known is not None and known.run_name != self.spec.run:
                     raise Violation(f"{known.id} is of a run before, and wrote {key}")
 
     def _writer_of(self, puts: list[tuple[str, bytes]]) -> str:
@@ -663,6 +679,8 @@ def errors_as_violations(loop: SimLoop, fail: Callable[[Exception], None]) -> It
 
 
 class _ErrorLogHandler(logging.Handler):
+    """Hands each error in the log to `fail`, as a violation."""
+
     def __init__(self, fail: Callable[[Exception], None]) -> None:
         super().__init__(logging.ERROR)
         self._fail = fail

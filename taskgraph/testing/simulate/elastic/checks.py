@@ -2,12 +2,13 @@
 
     E1  a total counts each part once, in one instance, and is their sum along the tree
     E2  whole workers of a view at the same position hold the same totals, and the same state
-    E3  what was given out (a report, the value) is never undone, but by a return of a job without workers
+    E3  what was given out (a report, the value) is undone only if a job without workers returns to a checkpoint
     E4  a pass has each row once
     E5  a worker outside of the view makes nothing stable that the workers of the view lack
     E6  nothing hangs silently: a step, a named wait, or a named failure (see `seed`)
 
-A total is known by its *history*: a digest of all totals up to it, which says for each part which instance it counts.
+A *history* is a digest of all totals up to one: equal histories count the same instance of each part. A total is *given
+out* once a node has called it stable, or has sent a report that rests on it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.view import JobView
-from taskgraph.testing.simulate.elastic.workload import Values, Workload, stepped, total_of
+from taskgraph.testing.simulate.elastic.workload import Values, Workload, next_weights, tree_sum
 from taskgraph.testing.simulate.runs import Violation
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Checks:
         self._living = living
         self._fail = fail
         self._instances: list[tuple[int, int, Values]] = []  # position, part and values of each computation
-        self._held: dict[str, dict[int, bytes]] = {}  # worker -> position -> digest of the total there
+        self._held: dict[str, dict[int, bytes]] = {}  # worker -> position -> digest of its total there
         self._states: dict[bytes, tuple[bytes, str]] = {}  # history -> state, and a worker that had it
         self._totals: dict[bytes, Mapping[str, Any]] = {}  # digest -> what user code got
         self.out: dict[int, bytes] = {}  # position -> digest of the total that was given out
@@ -68,7 +69,7 @@ class Checks:
         return len(self._instances) - 1
 
     def on_total(self, node: str, position: int, total: Mapping[str, Any], parts: int) -> None:
-        with _Failing(self._fail):
+        with _CaughtViolation(self._fail):
             self._check_total(node, position, total, parts)
 
     def on_boundary(self, node: str, position: int, history: bytes, state: bytes) -> None:
@@ -77,6 +78,7 @@ class Checks:
             self._fail(Violation(f"E2: the states of {node} and {other} differ at {position}, after the same totals"))
 
     def _check_total(self, node: str, position: int, total: Mapping[str, Any], parts: int) -> None:
+        """Checks that a total which user code got is the sum of one instance of each of the parts (E1)."""
         if total["parts"] != parts:
             raise Violation(f"E1: {node} got a total of {total['parts']} parts at {position}, and there are {parts}")
         values: dict[int, Values] = {}
@@ -85,7 +87,7 @@ class Checks:
             if not 0 <= instance < len(self._instances) or self._instances[instance][:2] != (position, part):
                 raise Violation(f"E1: {node} got a total at {position} that counts part {part} as {instance}")
             values[part] = self._instances[instance][2]
-        if total_of(values, Span(0, parts)).tobytes() != total["values"].tobytes():
+        if tree_sum(values, Span(0, parts)).tobytes() != total["values"].tobytes():
             raise Violation(f"E1: {node} got a total at {position} that is not the sum of its parts along the tree")
         if (digest := self._held.get(node, {}).get(position)) is not None:  # else the worker has begun anew
             self._totals[digest] = total
@@ -93,7 +95,7 @@ class Checks:
     # -- called by the engine ---------------------------------------------------------------------
 
     def watch(self, node: ElasticNode) -> None:
-        """Learns of each total that a worker holds, and of each that it calls stable, also if it enters again."""
+        """Checks a node's totals, those that it calls stable, and its reports from now on, also after it re-enters."""
         begin_anew = node._begin_anew
 
         def begun_anew() -> None:
@@ -103,72 +105,77 @@ class Checks:
 
         node._begin_anew = begun_anew  # type: ignore[method-assign]
         self._watch_engine(node, node.engine)
-        self._check_reports(node)
+        self._watch_reports(node)
 
     def _watch_engine(self, node: ElasticNode, engine: Engine) -> None:
+        """Notes each total that the engine keeps, and checks each that it calls stable."""
         hold, stable = engine.totals.hold, engine._stable
 
         def held(position: int, total: Total) -> None:
             hold(position, total)
-            self._note(node, position, total.sums())
+            self._note_total(node, position, total.sums())
 
-        def told_stable(position: int) -> None:
-            with _Failing(self._fail):
+        def called_stable(position: int) -> None:
+            with _CaughtViolation(self._fail):
                 self._check_stable(node, position)
             stable(position)
 
         engine.totals.hold = held  # type: ignore[method-assign]
-        engine._stable = told_stable
+        engine._stable = called_stable
 
-    def _check_reports(self, node: ElasticNode) -> None:
-        """Checks each report of a node: it rests on no total other than one given out before (E3)."""
+    def _watch_reports(self, node: ElasticNode) -> None:
+        """Checks each report that a node sends: the total on which it rests is given out by that (E3)."""
         reports = node.reports
         add, note_stable = reports.add, reports.note_stable
 
         def added(position: int, step: int, numbers: dict[str, float]) -> None:
             waiting = [at for at, *_ in reports._waiting]
             add(position, step, numbers)
-            self._given_out(node, [*waiting, position], reports)
+            self._note_sent_reports(node, [*waiting, position], reports)
 
         def noted(stable: int) -> None:
             waiting = [at for at, *_ in reports._waiting]
             note_stable(stable)
-            self._given_out(node, waiting, reports)
+            self._note_sent_reports(node, waiting, reports)
 
         reports.add, reports.note_stable = added, noted  # type: ignore[method-assign]
 
-    def _given_out(self, node: ElasticNode, before: list[int], reports: StableReports) -> None:
+    def _note_sent_reports(self, node: ElasticNode, before: list[int], reports: StableReports) -> None:
+        """Notes that totals are given out by the reports sent just now: those at `before` that wait no longer."""
         waiting = {at for at, *_ in reports._waiting}
         held = self._held.get(node.id, {})
-        with _Failing(self._fail):
+        with _CaughtViolation(self._fail):
             for position in before:
                 if position not in waiting and position - 1 in held:
-                    self._give_out(node, position - 1, held[position - 1], "reports")
+                    self._note_given_out(node, position - 1, held[position - 1], "reports")
 
-    def _give_out(self, node: ElasticNode, position: int, digest: bytes, how: str) -> None:
+    def _note_given_out(self, node: ElasticNode, position: int, digest: bytes, how: str) -> None:
+        """Notes that a total was given out. Raises Violation if another one was given out at this position (E3)."""
         if node.id not in (known.id for known in self._living()) or self._is_left_behind(node):
             return
         if self.out.setdefault(position, digest) != digest:
             raise Violation(f"E3: {node.id} {how} its total at {position}, and another one was given out")
 
     def _is_left_behind(self, node: ElasticNode) -> bool:
-        """True if others returned while this worker was paused, or declared gone: nothing of it counts any longer."""
+        """True if the job returned to a checkpoint while this worker was paused or gone: its totals no longer count."""
         view, newest = node.engine.core.view, self._view.workers
         assert view is not None and newest is not None
         return view.lineage < newest.record.lineage and (node.paused or node.id in self._view.gone)
 
-    def returned(self, position: int) -> None:
-        """A lineage begins after this number of totals: later ones are undone."""
+    def note_return(self, position: int) -> None:
+        """Notes that a new lineage begins after this number of totals: later totals are undone."""
         self.out = {at: digest for at, digest in self.out.items() if at < position}
 
-    def _note(self, node: ElasticNode, position: int, total: Sums) -> None:
+    def _note_total(self, node: ElasticNode, position: int, total: Sums) -> None:
+        """Notes a total that a node holds."""
         self._held.setdefault(node.id, {})[position] = chain_digest(b"", total)
 
     def _check_stable(self, node: ElasticNode, position: int) -> None:
+        """Checks a node that calls all totals before a position stable: all workers of its view hold them (E5)."""
         held = self._held.get(node.id, {})
         for at in range(position):
             if at in held:
-                self._give_out(node, at, held[at], "calls stable")
+                self._note_given_out(node, at, held[at], "calls stable")
         last = position - 1
         if last >= 0 and last not in held and node.engine.core.position < position:
             raise Violation(f"E5: {node.id} calls {last} stable, and does not hold it")
@@ -182,12 +189,12 @@ class Checks:
 
     # -- after each message and write -------------------------------------------------------------
 
-    def look(self) -> None:
-        """Compares the totals of all workers of the same view."""
-        with _Failing(self._fail):
-            self._look()
+    def compare_totals(self) -> None:
+        """Compares the totals of all workers of the same view, and those of the newest view with what was given out."""
+        with _CaughtViolation(self._fail):
+            self._compare_totals()
 
-    def _look(self) -> None:
+    def _compare_totals(self) -> None:
         by_view: dict[int, dict[int, tuple[bytes, str]]] = {}
         for node in self._living():
             core = node.engine.core
@@ -207,14 +214,14 @@ class Checks:
     # -- at the end -------------------------------------------------------------------------------
 
     def check_finished(self, positions: int) -> None:
-        """The job is written as finished after this number of totals."""
+        """Checks a job that is finished after this number of totals."""
         if positions != self._workload.positions:
             raise Violation(f"it finished after {positions} totals of {self._workload.positions}")
         if missing := [at for at in range(positions) if at not in self.out]:
             raise Violation(f"E3: it finished, and the total at {missing[0]} was not stable")
 
     def check_checkpoint(self, pointed: int, position: int, weights: Any) -> None:
-        """A checkpoint of `position` totals is pointed to."""
+        """Checks a checkpoint: its pointer says that it is of `pointed` totals, its file says `position`."""
         if pointed != position:
             raise Violation(f"it holds {position} totals, and its pointer says {pointed}")
         if missing := [at for at in range(position) if at not in self.out]:
@@ -223,14 +230,14 @@ class Checks:
             raise Violation("its state does not follow from the totals that were given out")
 
     def _weights(self, positions: int) -> Values:
-        """Computes the state after the first of the totals that were given out."""
+        """Computes the state after this number of totals that were given out."""
         weights = self._workload.first_weights()
         for at in range(positions):
-            weights = stepped(weights, self._totals[self.out[at]]["values"])
+            weights = next_weights(weights, self._totals[self.out[at]]["values"])
         return weights
 
     def check_result(self, result: JobResult) -> None:
-        """The result is that of the totals that were given out."""
+        """Checks that the job's value and reports follow from the totals that were given out."""
         work, plan = self._workload, self._workload.plan
         totals = [self._totals[self.out[at]] for at in range(work.positions)]
         self._check_rows(totals)
@@ -248,6 +255,7 @@ class Checks:
             raise Violation(f"E3: the reports are {reported}, and the totals that were given out say {expected}")
 
     def _check_rows(self, totals: list[Mapping[str, Any]]) -> None:
+        """Checks that each pass has each row once (E4)."""
         plan, rounds = self._workload.plan, self._workload.rounds
         for which in range(plan.passes or 0):
             first = which * plan.per_pass * rounds
@@ -256,8 +264,8 @@ class Checks:
                 raise Violation(f"E4: pass {which} has rows {rows}")
 
 
-class _Failing:
-    """Hands a violation to `fail`: it is found within a callback of a worker, which must not see it."""
+class _CaughtViolation:
+    """Within this block, a violation goes to `fail` and is not raised: the worker that calls must not see it."""
 
     def __init__(self, fail: Callable[[Exception], None]) -> None:
         self._fail = fail

@@ -73,7 +73,7 @@ def draw(rng: random.Random) -> list[Fault]:
         faults.append(_draw_one(rng, follows=False))
         faults[-1].kind = "join"
     if rng.random() < 0.6:
-        faults += rng.choice((_changes_that_meet, _taken_for_lost, _donor_that_dies, _half_told, _half_told))(rng)
+        faults += rng.choice((_death_in_flush, _excluded_alive, _donor_that_dies, _heard_by_some, _heard_by_some))(rng)
     return faults
 
 
@@ -88,8 +88,8 @@ def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
     return faults
 
 
-def _changes_that_meet(rng: random.Random) -> list[Fault]:
-    """Draws a change of the view, and a worker that dies in its flush."""
+def _death_in_flush(rng: random.Random) -> list[Fault]:
+    """Draws a change of the view, and a worker that dies or stands still during the flush that follows."""
     first, then = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
     first.kind, first.at_s = rng.choice(("crash", "join", "drain")), rng.choice((0.1, 0.5, 2.0)) * rng.random()
     first.gone_s, first.then = 0.0, None
@@ -99,8 +99,8 @@ def _changes_that_meet(rng: random.Random) -> list[Fault]:
     return [first, then]
 
 
-def _taken_for_lost(rng: random.Random) -> list[Fault]:
-    """Draws a worker that is excluded while it lives, and learns of that late."""
+def _excluded_alive(rng: random.Random) -> list[Fault]:
+    """Draws a worker that is excluded from the view while it lives, and learns of that late."""
     fault = _draw_one(rng, follows=True)
     fault.kind, fault.moment = rng.choice(("freeze", "isolation", "etcd cut", "called gone")), "message PartSums"
     fault.count, fault.lasts_s = rng.choice((1, 2, 5, 9, 15)), rng.choice((2.2, 3.0, 4.5, 6.0))
@@ -111,8 +111,8 @@ def _taken_for_lost(rng: random.Random) -> list[Fault]:
     return [fault]
 
 
-def _all_die(rng: random.Random) -> list[Fault]:
-    """Draws newcomers, and the death of all others while these copy, follow or enter."""
+def _death_of_all_but_newcomers(rng: random.Random) -> list[Fault]:
+    """Draws newcomers, and the death of all workers while the newcomers copy the state, follow totals, or enter."""
     joins = [_draw_one(rng, follows=True) for _ in range(rng.choice((1, 2)))]
     for join in joins:
         join.kind, join.at_s, join.then = "join", rng.choice((0.1, 0.5, 2.0)) * rng.random(), None
@@ -122,8 +122,8 @@ def _all_die(rng: random.Random) -> list[Fault]:
     return [*joins, dies]
 
 
-def _half_told(rng: random.Random) -> list[Fault]:
-    """Draws a worker that some others do not hear, and that dies, freezes or is excluded."""
+def _heard_by_some(rng: random.Random) -> list[Fault]:
+    """Draws a worker whose messages reach only some of the others, and that then dies, freezes or is excluded."""
     cut, then = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
     cut.kind, cut.target, cut.to_peer = "cut one way", "who", rng.random() < 0.5
     cut.moment = rng.choice(("sending PartSums", "message PartSums", "answer PartSums", "sending HoldsTotals"))
@@ -135,7 +135,7 @@ def _half_told(rng: random.Random) -> list[Fault]:
 
 
 def _donor_that_dies(rng: random.Random) -> list[Fault]:
-    """Draws a newcomer, and a worker that dies while the newcomer copies, follows or enters."""
+    """Draws a newcomer, and a node that dies while the newcomer copies the state, follows totals, or enters."""
     first, then = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
     first.kind, first.at_s, first.then = "join", rng.choice((0.1, 0.5, 2.0)) * rng.random(), None
     then.kind, then.gone_s = "crash", rng.choice((0.0, 0.01, 0.3))
@@ -145,7 +145,7 @@ def _donor_that_dies(rng: random.Random) -> list[Fault]:
 
 
 def _draw_one(rng: random.Random, *, follows: bool) -> Fault:
-    """Draws one fault. `follows`: it follows another one, so it has no moment."""
+    """Draws one fault, and perhaps others that follow it. `follows`: it follows another one, so it has no moment."""
     fault = Fault(
         kind=rng.choices(list(KINDS), list(KINDS.values()))[0],
         moment=rng.choice(_MOMENTS) if not follows and rng.random() < 0.75 else "",
@@ -176,9 +176,9 @@ class ElasticFaults(Faults):
         super().__init__(cast(World, world), faults, rng, ruthless=False)
         self.ruthless = ruthless  # True: faults may end all workers that hold the totals
         if ruthless:
-            self.add(_all_die(rng))
+            self.add(_death_of_all_but_newcomers(rng))
 
-    def _target(self, fault: Fault, who: str) -> SimNode | None:
+    def _choose_target(self, fault: Fault, who: str) -> SimNode | None:
         nodes, workers = self._elastic.existing(), self._elastic.workers
         if not nodes:
             return None
@@ -198,7 +198,7 @@ class ElasticFaults(Faults):
         return cast(SimNode, chosen)
 
     def _is_survivable(self, *victims: SimNode) -> bool:
-        """True if a worker that holds the totals stays, or the job has a checkpoint."""
+        """True if a worker that holds the totals stays, the job has a checkpoint, or faults may end all workers."""
         if self.ruthless or self._elastic.view.checkpoint is not None:
             return True
         staying = [

@@ -64,20 +64,21 @@ def _settings(rng: random.Random) -> tg.Settings:
 
 
 async def _run(outcome: Outcome) -> None:
+    """Draws the seed's job and faults, simulates them, and fills in the outcome."""
     rng = random.Random(f"elastic {outcome.seed}")
-    keeps = random.Random(f"checkpoints of {outcome.seed}")
+    checkpoint_rng = random.Random(f"checkpoints of {outcome.seed}")
     workload = Workload.draw(rng)
     settings = _settings(rng)
     if outcome.seed % 7 == 3:  # few totals are kept for newcomers
-        settings = dataclasses.replace(settings, max_totals_bytes=keeps.choice((1, 300, 1000)))
+        settings = dataclasses.replace(settings, max_totals_bytes=checkpoint_rng.choice((1, 300, 1000)))
     if outcome.seed % 4:  # sums are added up in slices if enough workers have parts
         settings = dataclasses.replace(settings, sliced_bytes=1)
     if outcome.seed % 5 in (1, 3):
-        workload.checkpoint_every_s = keeps.choice((0.05, 0.3, 1.0))
+        workload.checkpoint_every_s = checkpoint_rng.choice((0.05, 0.3, 1.0))
     pace = Pace.draw(outcome.seed, own_time)
     again = random.Random(f"again {outcome.seed}")
     resumed = outcome.seed % 10 == 1  # all machines go at a time, and others go on from the checkpoint
-    world = ElasticWorld(workload, settings, rng, pace, keeps)
+    world = ElasticWorld(workload, settings, rng, pace, checkpoint_rng)
     nodes = rng.choice((1, 2, 2, 3, 3, 4))
     outcome.transcript = world.transcript
     outcome.described = ", ".join([workload.text, f"{nodes} nodes", *(what for what, so in pace.has.items() if so)])
@@ -88,7 +89,7 @@ async def _run(outcome: Outcome) -> None:
             fault.moment = fault.moment.replace("PartSums", "SliceSum")
     faults = ElasticFaults(world, drawn, random.Random(rng.getrandbits(64)), ruthless=ruthless)
     if workload.checkpoint_every_s is not None:
-        faults.add(draw_around_checkpoints(keeps))
+        faults.add(draw_around_checkpoints(checkpoint_rng))
     with errors_as_violations(world.loop, world.fail):
         try:
             await world.start(nodes)
@@ -106,7 +107,7 @@ async def _run(outcome: Outcome) -> None:
 
 
 async def _run_until_checkpoint(world: ElasticWorld, checkpoints: int, late_s: float) -> bool:
-    """Waits until the job has pointed to this number of checkpoints, and for a time. Returns False if it has ended."""
+    """Waits until the job has had this many checkpoints, and for `late_s` then. Returns False if the job has ended."""
     seen = set[int]()
     while world.existing() and len(seen) < checkpoints:
         if world.failed.done():
@@ -132,7 +133,7 @@ async def _wait_for_end(world: ElasticWorld, faults: ElasticFaults) -> str:
         if world.failed.done():
             world.failed.result()
         if not judging.done():
-            raise Violation(f"E6: it hangs: {_describe(world)}")
+            raise Violation(f"E6: it hangs: {_describe_hang(world)}")
         return judging.result()
     finally:
         judging.cancel()
@@ -140,7 +141,8 @@ async def _wait_for_end(world: ElasticWorld, faults: ElasticFaults) -> str:
 
 
 async def _judge(world: ElasticWorld) -> str:
-    """Waits for the job's end. Returns "finished", or "lost" if no worker was left that holds the totals.
+    """Waits for the job's end. Returns "finished"; "lost": the job failed, and no worker was left that held the totals;
+    "all gone": all processes ended before the job, or before its result was read.
 
     Raises:
         Violation: the job failed for no reason, or its result is wrong.
@@ -161,7 +163,7 @@ async def _judge(world: ElasticWorld) -> str:
     return "lost"
 
 
-def _describe(world: ElasticWorld) -> str:
+def _describe_hang(world: ElasticWorld) -> str:
     """Describes what each node waits for, for a report of a hang."""
     lines = []
     for known in world.existing():

@@ -17,22 +17,22 @@ from typing import Any, TypeVar
 from taskgraph.node.usercode.threads import FutureWork
 from taskgraph.testing.simulate.loop import Process, SimLoop
 
-__all__ = ["SteppedThreads", "process_here", "sleep"]
+__all__ = ["SteppedThreads", "process_name", "sleep"]
 
 R = TypeVar("R")
 
 
-_here = threading.local()  # of a thread: its `_Stepped`, and the process that it is of
+_here = threading.local()  # of a thread: its `_SteppedThread`, and the `SteppedThreads` of its process
 
 
-def process_here() -> str:
-    """Returns the name of the process that this thread is of."""
+def process_name() -> str:
+    """Returns the name of the simulated process to which this thread belongs."""
     threads: SteppedThreads = _here.threads
     return threads.process.name
 
 
 def sleep(for_s: float) -> None:
-    """Lets virtual time pass, in a thread."""
+    """Waits in a thread of user code until this much virtual time has passed."""
     threads: SteppedThreads = _here.threads
     threads.sleep(for_s)
 
@@ -41,8 +41,8 @@ class _Ended(BaseException):
     """Raised in user code that waits while its process ends."""
 
 
-class _Stepped:
-    """A thread that runs one function, and passes the turn to the loop and back."""
+class _SteppedThread:
+    """A thread that runs one function, in turns with the loop."""
 
     def __init__(self, function: Callable[[], Any], context: Context, threads: SteppedThreads) -> None:
         self._turn, self._loop_turn = threading.Lock(), threading.Lock()
@@ -92,7 +92,7 @@ class SteppedThreads:
         self.context = Context()
         self.process = process
         self._loop = loop
-        self._threads: dict[_Stepped, asyncio.Future[Any]] = {}
+        self._threads: dict[_SteppedThread, asyncio.Future[Any]] = {}
 
     def clock(self) -> float:
         return self._loop.time()
@@ -102,12 +102,13 @@ class SteppedThreads:
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         future: asyncio.Future[R] = self._loop.create_future()
-        thread = _Stepped(function, self.process.new_context(), self)
+        thread = _SteppedThread(function, self.process.new_context(), self)
         self._threads[thread] = future
         self._loop.call_soon(self._step, thread, context=self.process.new_context())
         return future
 
-    def _step(self, thread: _Stepped) -> None:
+    def _step(self, thread: _SteppedThread) -> None:
+        """Runs a thread until it waits or ends. If it has ended, completes its future."""
         if thread.over:
             return
         thread.step()
@@ -126,14 +127,14 @@ class SteppedThreads:
         self._loop.call_soon(function, *args, context=self.process.new_context())
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        thread: _Stepped = _here.current
+        thread: _SteppedThread = _here.current
         if not future.done():
             future.add_done_callback(lambda _: self.post(self._step, thread))
             thread.park()
         return future.result(0)
 
     def sleep(self, for_s: float) -> None:
-        """Lets virtual time pass, in a thread of this process."""
+        """Waits until this much virtual time has passed. Called in a thread of this process."""
         over: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.post(self._loop.call_later, for_s, over.set_result, None)
         self.block(over, None)
@@ -143,7 +144,7 @@ class SteppedThreads:
             future.cancel()
 
     def close(self) -> None:
-        """Ends all threads: code that waits gets an error that nothing catches."""
+        """Ends all threads now: their waits raise `_Ended`."""
         for thread in tuple(self._threads):
             self._threads.pop(thread).cancel()
             thread.closing = True

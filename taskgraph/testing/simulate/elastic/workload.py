@@ -21,9 +21,9 @@ from taskgraph.elastic_jobs.node import ElasticNode
 from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.jobs import ElasticCall, Job
 from taskgraph.protocol.elastic.tree import Span, halves
-from taskgraph.testing.simulate.elastic.threads import process_here, sleep
+from taskgraph.testing.simulate.elastic.threads import process_name, sleep
 
-__all__ = ["PLACE", "Recorder", "Workload", "stepped", "total_of"]
+__all__ = ["PLACE", "Recorder", "Workload", "next_weights", "tree_sum"]
 
 Values = NDArray[np.float32]
 PLACE = "file:///simulated"
@@ -34,16 +34,16 @@ _MOST_S = 12.0
 
 
 class Recorder(Protocol):
-    """Learns what user code does on a worker."""
+    """Called by the job's code with what it does on a worker. `position`: the number of totals before."""
 
     def on_part(self, node: str, position: int, part: int, values: Values) -> int:
-        """A worker computes a part. Returns the instance."""
+        """Called when a worker has computed a part. Returns the number of this computation, its instance."""
 
     def on_total(self, node: str, position: int, total: Mapping[str, Any], parts: int) -> None:
-        """User code of a worker got a total."""
+        """Called when a worker's code has got a total of this many parts."""
 
     def on_boundary(self, node: str, position: int, history: bytes, state: bytes) -> None:
-        """A worker is between two steps.
+        """Called between two steps of a worker, before each round, and at the end.
 
         Args:
             history: a digest of all totals before.
@@ -51,12 +51,12 @@ class Recorder(Protocol):
         """
 
 
-def total_of(values: Mapping[int, Values], span: Span) -> Values:
-    """Adds the values of parts along the tree."""
+def tree_sum(values: Mapping[int, Values], span: Span) -> Values:
+    """Adds the values of a span's parts in the order of the tree, so that all bits are those of a job's total."""
     if span.end - span.first == 1:
         return values[span.first]
     first, second = halves(span)
-    return total_of(values, first) + total_of(values, second)
+    return tree_sum(values, first) + tree_sum(values, second)
 
 
 @dataclass
@@ -64,9 +64,11 @@ class Workload:
     """The job of one seed.
 
     Attributes:
-        rounds: sums within a step.
+        passes: how often the job goes through all rows.
+        rounds: how many totals a step has.
         erratic: each computation of a part gives other values.
-        slow: node -> how much longer its parts take.
+        compute_s: how long a part takes on average, in virtual time.
+        slow: node -> factor of that duration on the node.
         checkpoint_every_s: time between two checkpoints; None: there are none.
     """
 
@@ -99,6 +101,7 @@ class Workload:
 
     @property
     def text(self) -> str:
+        """Describes the job, for the seed's description."""
         kind = "erratic " if self.erratic else ""
         rounds = " in 2 rounds" if self.rounds > 1 else ""
         keeps = "" if self.checkpoint_every_s is None else f", a checkpoint every {self.checkpoint_every_s} s"
@@ -110,6 +113,7 @@ class Workload:
 
     @property
     def positions(self) -> int:
+        """The number of totals of the whole job."""
         assert self.plan.steps is not None
         return self.plan.steps * self.rounds
 
@@ -134,12 +138,12 @@ class Workload:
         return np.asarray(sizes * (1.0 + 0.01 * rows.sum()) + np.tanh(weights), np.float32)
 
     def expected(self) -> Values:
-        """Computes the value of an undisturbed run, if the job is not erratic."""
+        """Computes the value of a run without faults, if the job is not erratic."""
         plan, weights = self.plan, self.first_weights()
         for position in range(self.positions):
             rows = plan.of_parts(position // self.rounds)
             values = {part: self.values(position, part, rows[part], weights) for part in range(len(rows))}
-            weights = stepped(weights, total_of(values, Span(0, len(rows))))
+            weights = next_weights(weights, tree_sum(values, Span(0, len(rows))))
         return weights
 
     @staticmethod
@@ -151,22 +155,24 @@ class Workload:
         return self.compute_s * self.slow.get(node, 1.0) * rng.uniform(0.5, 1.5)
 
 
-def stepped(weights: Values, total: Values) -> Values:
-    """Returns the weights after a total."""
+def next_weights(weights: Values, total: Values) -> Values:
+    """Returns the weights after a round, from those before it and the round's total."""
     return np.float32(0.9) * weights - np.float32(0.001) * total
 
 
 def _train(run: Any, workload: Workload, recorder: Recorder) -> Values:
+    """The job's function: calls `_take_steps` with the turn of its own process."""
     with (
         run.progress.turn.taken()
     ):  # of its own: user code draws from no generator of the process, so workers may interleave
-        value = _steps(run, workload, recorder)
+        value = _take_steps(run, workload, recorder)
         run.progress.end()
         return value
 
 
-def _steps(run: Any, workload: Workload, recorder: Recorder) -> Values:
-    node = process_here()
+def _take_steps(run: Any, workload: Workload, recorder: Recorder) -> Values:
+    """Takes all steps of the job on one worker. Returns the last weights."""
+    node = process_name()
     rng = random.Random(f"{node} of {workload.seed}")
     state = run.state(weights=workload.first_weights(), history=b"")
     steps = run.steps(
@@ -190,7 +196,7 @@ def _steps(run: Any, workload: Workload, recorder: Recorder) -> Values:
             total = {name: step[name] for name in ("values", "instances", "rows", "parts")}
             parts = len(workload.plan.of_parts(step.number))
             recorder.on_total(node, position, total, parts)
-            state.weights[:] = stepped(state.weights, total["values"])
+            state.weights[:] = next_weights(state.weights, total["values"])
             state.history = hashlib.blake2b(
                 state.history + total["instances"].tobytes() + total["values"].tobytes(), digest_size=16
             ).digest()

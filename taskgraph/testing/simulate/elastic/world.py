@@ -64,6 +64,7 @@ class ElasticProcess:
 
     @property
     def exists(self) -> bool:
+        """True until the process is killed or ends by itself."""
         return not self.dead and not self.run.done()
 
 
@@ -73,7 +74,7 @@ class ElasticWorld:
     Args:
         rng: draws delays. Faults are injected by the caller.
         pace: delays that are not failures.
-        keeps: draws what concerns the disk.
+        disk_rng: draws delays and faults of the disk.
 
     Attributes:
         view: of etcd, after its last write.
@@ -82,7 +83,7 @@ class ElasticWorld:
     """
 
     def __init__(
-        self, workload: Workload, settings: tg.Settings, rng: random.Random, pace: Pace, keeps: random.Random
+        self, workload: Workload, settings: tg.Settings, rng: random.Random, pace: Pace, disk_rng: random.Random
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
@@ -96,12 +97,12 @@ class ElasticWorld:
         self.spec = dataclasses.replace(JobSpec.local(self.job), run="run")
         self.moment: Moment = lambda name, node, peer="": None
         self.failed: asyncio.Future[None] = loop.create_future()
-        self._keeps = keeps
+        self._disk_rng = disk_rng
         self.place = SimPlace(
-            random.Random(keeps.getrandbits(64)),
+            random.Random(disk_rng.getrandbits(64)),
             lambda name, node: self.moment(name, node),
-            writes=lambda path, node: None,
-            removes=lambda path, node: None,
+            on_write=lambda path, node: None,
+            on_remove=lambda path, node: None,
         )
         self.whole_at_failure: list[str] = []  # workers of the view that could have gone on when the job failed
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
@@ -145,17 +146,17 @@ class ElasticWorld:
         ended = StatusRecord(state=State.FAILED, reason="shut down")
         self.etcd.store.execute(Txn(success=(Put(self.keys.status, ended.to_bytes()),)))
         spec = dataclasses.replace(self.spec, run="again", expected_nodes=nodes)
-        with launcher_uses(self.place, random.Random(self._keeps.getrandbits(64)), self.pace.timing):
-            self.spec, beginning = await self._retried(partial(plan, self.launcher, spec, resume=True))
-        await self._retried(partial(begin, self.launcher, self.spec, beginning))
+        with launcher_uses(self.place, random.Random(self._disk_rng.getrandbits(64)), self.pace.timing):
+            self.spec, beginning = await self._retry(partial(plan, self.launcher, spec, resume=True))
+        await self._retry(partial(begin, self.launcher, self.spec, beginning))
         position = beginning.epoch.epoch
         self.transcript.add("launcher", "resume", f"{nodes} nodes go on after {position} totals")
-        self.checks.returned(position)
+        self.checks.note_return(position)
         for _ in range(nodes):
             self.add()
 
-    async def _retried(self, call: Callable[[], Awaitable[R]]) -> R:
-        """Calls the launcher's part until etcd is there."""
+    async def _retry(self, call: Callable[[], Awaitable[R]]) -> R:
+        """Calls a function of the launcher until etcd is available. Returns its result."""
         while True:
             try:
                 return await call()
@@ -170,7 +171,7 @@ class ElasticWorld:
         self.workload.slow[node_id] = self._rng.choice((1.0, 1.0, 1.0, 0.1, 10.0))
         process, threads = Process(node_id, self._step_timer(node_id)), Process(node_id)
         host = f"h{self._rng.randrange(1, 4)}"
-        process.clock = threads.clock = self.pace.host_clocks.of(host)
+        process.clock = threads.clock = self.pace.host_clocks.clock_of(host)
         coordinator = SimCoordinator(
             self.etcd,
             process,
@@ -198,24 +199,26 @@ class ElasticWorld:
                 devices=0,
                 threads=SteppedThreads(process, self.loop),
                 file_threads=FileThreads(
-                    random.Random(self._keeps.getrandbits(64)), place, self.pace.timing, lambda: 0.0
+                    random.Random(self._disk_rng.getrandbits(64)), place, self.pace.timing, lambda: 0.0
                 ),
                 place=place,
             )
 
         node = process.new_context().run(make)  # in its context, since it reads its clock
         self.checks.watch(node)
-        run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.new_context())
+        run = self.loop.create_task(self._run_node(node), name=f"node {name}", context=process.new_context())
         known = self.nodes[node_id] = ElasticProcess(node_id, name, process, threads, coordinator, place, node, run)
         return known
 
     def _step_timer(self, node_id: str) -> Callable[[], float] | None:
+        """Returns the function that draws how long a step of the node's loop takes; None if steps take no time."""
         steps = self.pace.step_times
         if not steps.active:
             return None
         return lambda: steps.step_s() + self.pace.slow_actors.late_s(f"steps of {node_id}") / 10
 
-    async def _run(self, node: ElasticNode) -> None:
+    async def _run_node(self, node: ElasticNode) -> None:
+        """Runs a node until it ends. Ending by an error while it is a worker of the view is a violation."""
         known = None
         try:
             await asyncio.sleep(self._rng.uniform(0.0, 0.05))
@@ -226,8 +229,8 @@ class ElasticWorld:
             if known.dead:
                 return
             self.transcript.add(node.id, "ended", str(error))
-            self.transcript.state("a node ended itself")
-            if self._inside(node):
+            self.transcript.count_state("a node ended itself")
+            if self._is_worker(node):
                 self.fail(Violation(f"{node.id} ended, and is in the view: {error}"))
             self.declare_gone(node.id, "it ended")
         except Exception as error:  # a bug, also in a process that is being killed
@@ -253,11 +256,11 @@ class ElasticWorld:
     def declare_gone(self, node_id: str, why: str) -> None:
         """Declares a node gone, as a launcher does."""
 
-        def say() -> None:
+        def declare() -> None:
             record = GoneRecord(reason=why, writer="launcher")
             self.etcd.store.execute(transactions.declare_gone(self.view, node_id, record))
 
-        self.etcd.arrive(say)
+        self.etcd.arrive(declare)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -314,24 +317,28 @@ class ElasticWorld:
         """The workers of the newest view, by seniority."""
         return [] if self.view.workers is None else [worker for worker, _ in self.view.workers.record.workers]
 
-    def _inside(self, node: ElasticNode) -> bool:
+    def _is_worker(self, node: ElasticNode) -> bool:
+        """True if the newest view has the node, the node is not gone, and it regards itself as a worker."""
         there = node.id in self.workers and node.id not in self.view.gone
         return there and node.engine.core.phase != Phase.OUTSIDE
 
     def whole(self) -> list[ElasticProcess]:
-        """Returns the workers of the newest view that hold its totals, and whose process exists."""
+        """Returns the workers of the newest view that hold all its totals, and whose process exists.
+
+        All nodes before there is a view.
+        """
         if self.view.workers is None:
             return self.existing()
-        return [known for known in self.existing() if self._inside(known.node) and known.node.engine.core.whole]
+        return [known for known in self.existing() if self._is_worker(known.node) and known.node.engine.core.whole]
 
     def _on_event(self, node_id: str, event: Event) -> None:
         self.transcript.add(node_id, event.kind, event.text)
-        self.transcript.state(event.kind)
+        self.transcript.count_state(event.kind)
 
     def _on_message(self, sender: str, receiver: str, message: object) -> None:
         kind = type(message).__name__
         self.transcript.add("net", kind, f"{sender} > {receiver}")
-        self.checks.look()
+        self.checks.compare_totals()
         self.moment(f"message {kind}", receiver, sender)
         self.moment(f"answer {kind}", sender, receiver)
 
@@ -340,7 +347,7 @@ class ElasticWorld:
             self.moment(f"{when} {kind}", process.name)
 
     def _kind_of(self, keys: list[str]) -> str:
-        """Returns the kind of a write, by the keys that it puts."""
+        """Returns the kind of a write, by the keys that it puts; "" for other keys."""
         for key, kind in (
             (self.keys.spec, "submit"),
             (self.keys.workers, "view"),
@@ -357,6 +364,7 @@ class ElasticWorld:
         return ""
 
     def _on_write(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
+        """Logs and checks a write to etcd, within the write."""
         if self._over:
             return
         root = len(self.keys.root)
@@ -372,23 +380,23 @@ class ElasticWorld:
             self._note_return()
         elif kind == "checkpoint":
             self._check_checkpoint()
-        self.checks.look()
+        self.checks.compare_totals()
         self.etcd.wake()
         if kind:
-            self.transcript.state(f"wrote {kind}")
+            self.transcript.count_state(f"wrote {kind}")
             self.etcd.later(0.0, self.moment, f"after {kind}", _writer_of(events))
 
     def _note_return(self) -> None:
-        """Notes the first view of a lineage, which may undo what was given out."""
+        """Informs the checks if the newest view begins a lineage: it may undo totals that were given out."""
         assert self.view.workers is not None
         record = self.view.workers.record
         if record.lineage and record.lineage == record.number:
             node = self.nodes[record.workers[0][0]].node
             saved = self.view.checkpoint.record.epoch if self.view.checkpoint is not None else 0
-            self.checks.returned(node.engine.core.position if node.call.begun else saved)
+            self.checks.note_return(node.engine.core.position if node.call.begun else saved)
 
     def _check_checkpoint(self) -> None:
-        """The checkpoint that the pointer names holds the state of totals that were given out."""
+        """Checks that the checkpoint which the pointer names has the state after totals that were given out (E3)."""
         assert self.view.checkpoint is not None
         record = self.view.checkpoint.record
         expected = ExpectedJob(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
@@ -402,6 +410,7 @@ class ElasticWorld:
             self.fail(Violation(f"E3: the checkpoint {record.name}: {error}"))
 
     def _check_end(self, events: tuple[KeyEvent, ...]) -> None:
+        """Checks the write that ends the job. If the job failed, notes the workers that could have gone on."""
         status = self.view.status
         if status is not None and status.record.state == State.FAILED:
             self.whole_at_failure = [known.id for known in self.whole()]
