@@ -127,7 +127,6 @@ def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> None:
 
 
 def _loop_runs() -> bool:
-    """True if an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -93,6 +93,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             self._turn.give_to(threading.get_ident())
 
     def _select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Returns files that are ready. If none is after a short real wait, advances the clock by the timeout."""
         found = super().select(0)
         if found or (timeout is not None and timeout <= 0):
             return found

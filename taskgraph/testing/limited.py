@@ -79,7 +79,7 @@ class LimitedRun:
             self._deadline.reschedule(0.0)
 
     def end_slow_run(self, took_s: float) -> None:
-        """Makes `result_of` raise JobTimeout: the run takes too long by the real clock, `took_s` until now."""
+        """Makes `result_of` raise JobTimeout now: by the real clock the run has taken too long, `took_s`."""
         if self._deadline is not None:
             self._limit = (
                 f"still ran after {took_s:.0f} real seconds (the limit is {RUN_FACTOR} times stuck_s: if all of it is "

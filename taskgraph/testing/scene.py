@@ -151,6 +151,7 @@ class Scene:
         )
 
     def _node_named(self, worker: str) -> ElasticNode | None:
+        """Returns the living node of this name; None if there is none."""
         return next((node for node in self.nodes if node.name == worker), None)
 
     def _place(self, node: ElasticNode) -> int:
@@ -169,6 +170,6 @@ class Scene:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _wait_until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110 (what it looks at has no event)
+async def _wait_until(is_true: Callable[[], bool]) -> None:
+    while not is_true():  # noqa: ASYNC110 (what it looks at has no event)
         await asyncio.sleep(_LOOK_S)

@@ -28,7 +28,7 @@ class Cluster:
         self.prefix = f"/test/{uuid.uuid4().hex}/"
 
     async def node(self) -> Coordinator:
-        """Makes another node's handle."""
+        """Connects one more handle to the store, as another node does."""
         self._handles.append(await self._connect())
         return self._handles[-1]
 

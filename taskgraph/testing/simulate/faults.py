@@ -147,6 +147,7 @@ class Faults:
         self._world.transcript.add_fault(fault.kind, detail + when)
 
     def _crash(self, fault: Fault, target: SimNode, *, host: bool = False) -> None:
+        """Kills a node, unless a task would be lost. Then its launcher may report the death, and start it again."""
         if not self._is_survivable(target):
             self._world.transcript.add("fault", "spared", f"{target.id}: no other node holds its tasks")
             return
@@ -225,6 +226,7 @@ class Faults:
             self._held_back.append((fault.wakes, partial(self._later, 0.0, self._thaw, target)))
 
     def _thaw(self, target: SimNode) -> None:
+        """Ends the freeze of a node's main loop and lease thread."""
         if target.process.frozen:
             self._world.transcript.add("fault", "thaw", target.id)
         target.process.thaw(self._world.loop)

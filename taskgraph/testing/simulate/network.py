@@ -360,6 +360,7 @@ class SimTransport:
     def _on_batched_reply(
         self, connection: _Connection, number: int, target: SimTransport | None, reply: asyncio.Future[Reply]
     ) -> None:
+        """Called when a reply to `calls_now` is done. If its future was cancelled, cancels the call at the peer."""
         connection.pending.pop(number, None)
         if reply.cancelled() and target is not None:
             self.network.transmit(connection, self.node, partial(target._cancel, connection, number))
