@@ -108,7 +108,7 @@ def test_hosts_have_one_clock_each_and_no_clock_goes_by_a_timer_too_early() -> N
     assert first is clocks.clock_of("h1") and first != second
     assert all(abs(clock.rate - 1.0) <= clocks.drift <= pace.MAX_CLOCK_DRIFT for clock in (first, second))
     assert all(
-        first.reads(first.when(first.reads(1.0) + more / 7)) >= first.reads(1.0) + more / 7 for more in range(999)
+        first.reads(first.time_of(first.reads(1.0) + more / 7)) >= first.reads(1.0) + more / 7 for more in range(999)
     )
 
 
