@@ -61,7 +61,10 @@ async def served(member: Member) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def test_reopened_watch_ignores_another_cluster(caplog: pytest.LogCaptureFixture) -> None:
+async def test_reopened_watch_ignores_another_cluster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("taskgraph.coordination.etcd.connection._CONNECT_S", 30.0)  # neither is left for being slow
     ours, other = Member(1, 5), Member(2, 3, 8, 9)
     async with (
         served(ours) as here,

@@ -284,7 +284,7 @@ async def test_results_may_take_long() -> None:
         head = pb.ResultHead(task=3, epoch=1, attempt=1, has_value=True, meta_bytes=8)
         for chunk in (pb.ResultChunk(head=head), *(pb.ResultChunk(data=bytes((part,))) for part in b"slowpart")):
             whole.update(chunk.SerializeToString())
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.25)
             yield chunk
         yield pb.ResultChunk(digest=whole.digest())
 
@@ -298,7 +298,7 @@ async def test_results_may_take_long() -> None:
     await server.start()
     try:
         async with ControlClient(f"127.0.0.1:{port}", TOKEN) as client:
-            (found,) = await client.results(silent_s=1.0)
+            (found,) = await client.results(silent_s=2.0)
     finally:
         await server.stop(0)
     assert found.task == 3 and found.value is not None and found.value.meta == b"slowpart"

@@ -703,7 +703,7 @@ async def two_at(*addresses: tuple[int, str], settings: Settings) -> AsyncIterat
 
 async def test_silent_address_leaves_time_for_others() -> None:
     addresses = ((socket.AF_INET, "127.0.0.2"), (socket.AF_INET, "127.0.0.1"))
-    async with two_at(*addresses, settings=Settings(connect_s=1.0)) as (a, b, port):
+    async with two_at(*addresses, settings=Settings(connect_s=2.0)) as (a, b, port):
         with contextlib.ExitStack() as sockets:
             silent = sockets.enter_context(socket.socket())
             silent.bind(("127.0.0.2", port))
