@@ -166,7 +166,8 @@ class Chaos:
                         async with asyncio.timeout(_LOOK_S):
                             await self._keeper.wait_until(lambda view: true(view) or not view.running)
                             break
-                    await self._keeper.refresh()  # what is silent is left by whoever asks, not by whoever listens
+                    with contextlib.suppress(tg.errors.CoordinationError):  # etcd may be away
+                        await self._keeper.refresh()  # what is silent is left by whoever asks, not by whoever listens
         except TimeoutError:
             raise AssertionError(f"waited {limit_s:g} s for {what}, in vain:\n{await self.story()}") from None
         assert true(self.view), f"the job ended before {what}:\n{await self.story()}"

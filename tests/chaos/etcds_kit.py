@@ -65,19 +65,19 @@ class Etcds:
                         return
 
     async def leader(self) -> int:
-        """The member that leads."""
-        process = await asyncio.create_subprocess_exec(
-            *(str(find_etcdctl()), "--endpoints", self.endpoints, "endpoint", "status", "-w", "json"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={"ETCDCTL_API": "3"},
-        )
+        """The member that leads, once there is one."""
         async with asyncio.timeout(_LIMIT_S):
-            out, _ = await process.communicate()
-        for found in json.loads(out):
-            if found["Status"]["header"]["member_id"] == found["Status"]["leader"]:
-                return self.endpoints.split(",").index(found["Endpoint"])
-        raise AssertionError("no etcd member leads")
+            while True:
+                process = await asyncio.create_subprocess_exec(
+                    *(str(find_etcdctl()), "--endpoints", self.endpoints, "endpoint", "status", "-w", "json"),
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    env={"ETCDCTL_API": "3"},
+                )
+                out, _ = await process.communicate()
+                for found in json.loads(out or "null") or []:
+                    if found["Status"]["header"]["member_id"] == found["Status"]["leader"]:
+                        return self.endpoints.split(",").index(found["Endpoint"])
 
     async def kill(self, member: int) -> None:
         process = self._running.pop(member)

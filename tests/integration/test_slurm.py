@@ -136,12 +136,16 @@ def with_nodes(count: int) -> Callable[[dict[str, Any]], bool]:
     return lambda status: begun(status) and len(status["nodes"]) == count
 
 
+def backed_up(status: dict[str, Any]) -> bool:
+    return with_nodes(2)(status) and all(len(task["in_sync"]) == 2 for task in status["tasks"])
+
+
 @pytest.fixture(scope="module")
 def lost_at(site: Site) -> int:
     """Kills the machine of a job's first element, which has its etcd; returns the job's epoch before."""
     alone = site.patch("#SBATCH --exclusive")
     site.submit("lost", *PACED, "--nodes", "2", "--partition", "spare", "--patch", alone)
-    before: int = site.until("lost", with_nodes(2))["epoch"]
+    before: int = site.until("lost", backed_up)["epoch"]
     site.slurm.kill_machine(site.slurm.machine("lost", 0))
     return before
 
