@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from taskgraph.checkpoint.files import FileInfo
-from taskgraph.checkpoint.manifest import ExpectedJob, Manifest, Name
+from taskgraph.checkpoint.manifest import CheckpointName, ExpectedJob, Manifest
 from taskgraph.checkpoint.places import check_url
 from taskgraph.checkpoint.store import Store
 
-__all__ = ["ExpectedJob", "FileInfo", "Manifest", "Name", "Store", "check_url"]
+__all__ = ["CheckpointName", "ExpectedJob", "FileInfo", "Manifest", "Store", "check_url"]

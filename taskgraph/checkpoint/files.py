@@ -28,7 +28,7 @@ from taskgraph.errors import CheckpointError
 from taskgraph.graph.outline import NamedArray, outline
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["FORMAT", "FileInfo", "Label", "pack", "unpack"]
+__all__ = ["FORMAT", "FileInfo", "Label", "pack_file", "unpack_file"]
 
 FORMAT: Final = "taskgraph checkpoint 5"
 """The format of files and manifests; other formats are refused."""
@@ -66,7 +66,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file's entry in the manifest."""
+    """A file's entry in the manifest: the task whose state is in it, the size in bytes, the file's digest."""
 
     task: int
     size: int
@@ -75,7 +75,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of a safetensors file."""
+    """A tensor of a safetensors file; `dtype` is the format's name of it."""
 
     name: str
     dtype: str
@@ -83,8 +83,8 @@ class _Tensor:
     data: memoryview
 
 
-def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
-    """Returns the file's entry and its parts in order. Copies no buffers.
+def pack_file(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
+    """Makes the file of a task's state: returns its entry, and the parts to write one after another. Copies no buffers.
 
     Raises:
         CheckpointError: the header would be too long.
@@ -93,12 +93,12 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
     named = _named_arrays(value)
     by_buffer = {id(one.buffer): one for one in named if one.buffer is not None}
     buffers = [
-        _tensor(data, by_buffer.get(id(data)), f"taskgraph.bytes.{number}", names)
+        _make_tensor(data, by_buffer.get(id(data)), f"taskgraph.bytes.{number}", names)
         for number, data in enumerate(value.buffers)
     ]
     tensors = [
         *buffers,
-        *(_tensor(one.data, one, "", names) for one in named if one.buffer is None),
+        *(_make_tensor(one.data, one, "", names) for one in named if one.buffer is None),
         _Tensor(_VALUE, "U8", (len(value.meta),), memoryview(value.meta)),
     ]
     tensors.sort(key=lambda tensor: -_item_bytes(tensor.dtype))  # aligns every tensor: wide items first
@@ -126,8 +126,8 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
     return FileInfo(label.task, len(head) + at, _digest(parts)), parts
 
 
-def _tensor(data: memoryview, named: NamedArray | None, otherwise: str, names: dict[str, int]) -> _Tensor:
-    """Makes a tensor of a named array, or else of bytes named `otherwise`."""
+def _make_tensor(data: memoryview, named: NamedArray | None, otherwise: str, names: dict[str, int]) -> _Tensor:
+    """Makes a tensor of a named array, or else of bytes named `otherwise`. Adds its name to `names`, those in use."""
     if named is None:
         return _Tensor(_make_unique(otherwise, names), "U8", (data.nbytes,), data)
     return _Tensor(_make_unique(_tensor_name(named), names), _safe_name(named.dtype), named.shape, data)
@@ -146,8 +146,8 @@ def _named_arrays(value: Encoded) -> list[NamedArray]:
     return found
 
 
-def unpack(data: memoryview, info: FileInfo, *, path: str) -> Encoded:
-    """Returns the value in a file; its buffers share the file's memory.
+def unpack_file(data: memoryview, info: FileInfo, *, path: str) -> Encoded:
+    """Returns the value in a file that `pack_file` made; its buffers share the file's memory.
 
     Raises:
         CheckpointError: the bytes of the file at `path` differ from those that were written.

@@ -14,13 +14,13 @@ from taskgraph.checkpoint.files import FORMAT, FileInfo, Label
 from taskgraph.errors import CheckpointError
 from taskgraph.version import LOCAL_FINGERPRINT, VERSION
 
-__all__ = ["ChangedDriver", "ChangedJob", "ExpectedJob", "Manifest", "MissingFile", "Name", "OtherFormat"]
+__all__ = ["ChangedDriver", "ChangedJob", "CheckpointName", "ExpectedJob", "Manifest", "MissingFile", "OtherFormat"]
 
 _NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Name:
+class CheckpointName:
     """The name of a checkpoint and of its directory.
 
     Names sort by the job's history: every start at epoch 0 begins another series, and within a series the attempt
@@ -39,7 +39,7 @@ class Name:
         return f"s{self.series:04d}-a{self.attempt:06d}-e{self.epoch:09d}-{self.run}"
 
     @classmethod
-    def parse(cls, text: str) -> Name | None:
+    def parse(cls, text: str) -> CheckpointName | None:
         """Parses the name of a checkpoint; None for other texts."""
         found = _NAME.fullmatch(text)
         return cls(int(found[1]), int(found[2]), int(found[3]), found[4]) if found else None
@@ -102,14 +102,14 @@ class Manifest:
     version: str = VERSION
 
     @property
-    def parsed(self) -> Name:
-        found = Name.parse(self.name)
+    def parsed_name(self) -> CheckpointName:
+        found = CheckpointName.parse(self.name)
         if found is None:
             raise CheckpointError(f"{self.name!r} is not the name of a checkpoint")
         return found
 
     def tasks_of(self, title: str) -> range:
-        """Returns the tasks of a service; none if there is no such one."""
+        """Returns the ids of a service's tasks; an empty range if there is no such service."""
         at = self.tasks - sum(self.services.values())
         for each, count in self.services.items():
             if each == title:
@@ -122,7 +122,7 @@ class Manifest:
 
     def label(self, task: int) -> Label:
         """Returns the label of a task's file."""
-        name = self.parsed
+        name = self.parsed_name
         return Label(
             job=self.job,
             fingerprint=self.fingerprint,
@@ -134,7 +134,7 @@ class Manifest:
         )
 
     def check_job(self, expected: ExpectedJob, path: str) -> None:
-        """Refuses a checkpoint that the job cannot use.
+        """Raises an error if the job cannot use the checkpoint. `path` is for its message.
 
         Raises:
             ChangedJob: the job has changed since.
@@ -146,7 +146,7 @@ class Manifest:
         if self.fingerprint != expected.fingerprint and not expected.any_driver:
             prints = f"the driver's fingerprint is {self.fingerprint}, here it is {expected.fingerprint}"
             found.append(f"{prints} ({_explain_change(self.fingerprint, expected.fingerprint)})")
-        mine, others = self._own_tasks(expected)
+        mine, others = self._user_task_counts(expected)
         if mine != others:
             found.append(f"tasks is {mine}, here it is {others} (the number of tasks was changed)")
         elif self.services.keys() != expected.services.keys() or (
@@ -156,13 +156,13 @@ class Manifest:
         if found:
             kind = ChangedDriver if mine == others and self.services == expected.services else ChangedJob
             raise kind(f"{path} is foreign: {', and '.join(found)}")
-        if expected.epochs is not None and (epoch := self.parsed.epoch) >= expected.epochs:
+        if expected.epochs is not None and (epoch := self.parsed_name.epoch) >= expected.epochs:
             raise CheckpointError(
                 f"{path} is of epoch {epoch}, and a job of {expected.epochs} epochs has nothing to do from there on "
                 f"(epochs={epoch + 1} would have)"
             )
 
-    def _own_tasks(self, expected: ExpectedJob) -> tuple[int, int]:
+    def _user_task_counts(self, expected: ExpectedJob) -> tuple[int, int]:
         """Returns how many tasks are the user's: of the checkpoint, and of the job."""
         return self.tasks - sum(self.services.values()), expected.tasks - sum(expected.services.values())
 
@@ -186,7 +186,7 @@ class Manifest:
             made = msgspec.convert(raw, cls)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(f"{path} is torn or corrupt: {error!r}") from error
-        if Name.parse(made.name) is None:
+        if CheckpointName.parse(made.name) is None:
             raise CheckpointError(f"{path} is corrupt: {made.name!r} is not the name of a checkpoint")
         return made
 

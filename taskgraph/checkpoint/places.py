@@ -24,7 +24,16 @@ import numpy as np
 
 from taskgraph.errors import JobError, error_text
 
-__all__ = ["Bytes", "Directory", "FsspecPlace", "NoFile", "Place", "check_url", "open_place", "written_by"]
+__all__ = [
+    "Bytes",
+    "Directory",
+    "FsspecPlace",
+    "Place",
+    "UnusableFile",
+    "check_url",
+    "open_place",
+    "split_temporary_name",
+]
 
 Bytes = bytes | memoryview
 _LOCAL_SCHEMES: Final = ("file", "local", "")
@@ -32,8 +41,8 @@ _TEMPORARY_NAME: Final = re.compile(r"\.(.+)\.([0-9a-z]*)\.[0-9a-f]{12}\.tmp")
 """The temporary name of a file: its final name, its writer, a random part."""
 
 
-class NoFile(OSError):
-    """The path is no regular file, or the file is longer than the checkpoint's."""
+class UnusableFile(OSError):
+    """The path to read is no regular file, or the file is longer than the limit: reading it again is no use."""
 
 
 class Place(Protocol):
@@ -47,7 +56,7 @@ class Place(Protocol):
 
         Raises:
             FileNotFoundError: there is no such file.
-            NoFile: it is no regular file, or longer than the limit.
+            UnusableFile: the path is no regular file, or longer than the limit.
         """
 
     def names(self, path: str) -> list[str]:
@@ -60,11 +69,11 @@ class Place(Protocol):
         """Removes a file, or a directory with its content, if it exists."""
 
     def remove_empty(self, path: str) -> None:
-        """Removes a directory if it is empty."""
+        """Removes a directory if it exists and is empty."""
 
 
 def check_url(url: str) -> None:
-    """Refuses a wrong URL when the job is made, before it fails in every node.
+    """Checks `Job(checkpoint=...)` when the job is made, before a wrong URL fails in every node.
 
     Raises:
         JobError: the URL names no place that every node can find, or needs a package that is not installed.
@@ -72,7 +81,7 @@ def check_url(url: str) -> None:
     if not isinstance(url, str) or not url:
         raise JobError(f"Job(checkpoint={url!r}): must be a URL, e.g. 'file:///scratch/checkpoints'")
     if _local_path(url) is None:
-        _fsspec(url)
+        _open_fsspec(url)
 
 
 def open_place(url: str, by: str = "") -> Place:
@@ -89,7 +98,7 @@ def open_place(url: str, by: str = "") -> Place:
     return Directory(Path(local), by) if local is not None else FsspecPlace(url)
 
 
-def written_by(name: str) -> tuple[str, str] | None:
+def split_temporary_name(name: str) -> tuple[str, str] | None:
     """Splits a temporary name into the file's final name and its writer; None for other names."""
     found = _TEMPORARY_NAME.fullmatch(name)
     return (found[1], found[2]) if found else None
@@ -132,7 +141,7 @@ def _suggest_url(path: str) -> str:
     return Path(os.path.abspath(os.path.expanduser(from_home))).as_uri()
 
 
-def _fsspec(url: str) -> tuple[Any, str]:
+def _open_fsspec(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError:
@@ -189,7 +198,7 @@ class Directory:
         with open(self._root / path, "rb", buffering=0, opener=_open_without_waiting) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise NoFile("it is no regular file")
+                raise UnusableFile("it is no regular file")
             _check_size(found.st_size, limit_bytes)
             try:
                 data = np.fromfile(file, np.uint8, found.st_size)
@@ -234,7 +243,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 def _check_size(size_bytes: int, limit_bytes: int) -> None:
     if size_bytes > limit_bytes:
-        raise NoFile(f"it has {size_bytes} bytes, and the checkpoint's at most {limit_bytes}")
+        raise UnusableFile(f"it has {size_bytes} bytes, and the checkpoint's at most {limit_bytes}")
 
 
 def _create(path: Path) -> FileIO:
@@ -266,7 +275,7 @@ class FsspecPlace:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._fs, self._root = _fsspec(url)
+        self._fs, self._root = _open_fsspec(url)
 
     def __str__(self) -> str:
         return self._url
@@ -286,7 +295,7 @@ class FsspecPlace:
         with _as_os_error(path):
             data = bytes(self._fs.cat_file(self._path(path), end=limit_bytes + 1))
         if len(data) > limit_bytes:
-            raise NoFile(f"it has more than {limit_bytes} bytes, and the checkpoint's at most that")
+            raise UnusableFile(f"it has more than {limit_bytes} bytes, and the checkpoint's at most that")
         return memoryview(data)
 
     def names(self, path: str) -> list[str]:
@@ -312,7 +321,7 @@ class FsspecPlace:
 
 @contextlib.contextmanager
 def _as_os_error(path: str) -> Iterator[None]:
-    """Turns errors of fsspec's stores, which have no common base class, into OSError."""
+    """Turns errors of fsspec's stores in the `with` block, which have no common base class, into OSError."""
     try:
         yield
     except OSError:

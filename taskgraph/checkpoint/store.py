@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from taskgraph.checkpoint.files import FileInfo, pack, unpack
-from taskgraph.checkpoint.manifest import ExpectedJob, Manifest, MissingFile, Name
-from taskgraph.checkpoint.places import NoFile, Place, open_place, written_by
+from taskgraph.checkpoint.files import FileInfo, pack_file, unpack_file
+from taskgraph.checkpoint.manifest import CheckpointName, ExpectedJob, Manifest, MissingFile
+from taskgraph.checkpoint.places import Place, UnusableFile, open_place, split_temporary_name
 from taskgraph.errors import CheckpointError
 from taskgraph.protocol.messages import Encoded
 
@@ -34,7 +34,7 @@ log = logging.getLogger("taskgraph.checkpoint")
 
 _PAUSES_S = (0.1, 0.4, 1.0)
 """Pauses between attempts to read a file."""
-_LASTING_ERRORS = (NoFile, PermissionError, IsADirectoryError, NotADirectoryError)
+_LASTING_ERRORS = (UnusableFile, PermissionError, IsADirectoryError, NotADirectoryError)
 _MANIFEST_BYTES = 128 << 20
 """The most bytes of a manifest: about 100 for each task, and no job has more than a million tasks."""
 _FINAL = "manifest.json"
@@ -48,6 +48,7 @@ class NewestCheckpoint:
     """The newest usable checkpoint.
 
     Attributes:
+        manifest: its manifest; None: no checkpoint is usable.
         refused: why each newer checkpoint cannot be used; the newest first.
         kinds: the types of these errors.
     """
@@ -62,7 +63,7 @@ class NewestCheckpoint:
 
 
 class Store:
-    """The checkpoints of one job.
+    """The checkpoints of one job, in their place.
 
     Args:
         place: the place to use instead of the one that `url` names.
@@ -87,7 +88,7 @@ class Store:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def manifest(self, name: Name, files: Iterable[FileInfo] = (), before: Iterable[str] = ()) -> Manifest:
+    def manifest(self, name: CheckpointName, files: Iterable[FileInfo] = (), before: Iterable[str] = ()) -> Manifest:
         """Makes a manifest of this job; writes nothing."""
         return Manifest(
             name=str(name),
@@ -99,19 +100,19 @@ class Store:
             before=tuple(before),
         )
 
-    def write(self, name: Name, task: int, value: Encoded) -> FileInfo:
+    def write(self, name: CheckpointName, task: int, value: Encoded) -> FileInfo:
         """Writes one task's boundary.
 
         Raises:
             CheckpointError: the boundary does not fit into a file that can be read again.
             OSError: the file cannot be written.
         """
-        info, parts = pack(value, self.manifest(name).label(task))
+        info, parts = pack_file(value, self.manifest(name).label(task))
         self._place.write(self._file(str(name), task), parts)
         return info
 
     def find_damaged(self, manifest: Manifest) -> list[tuple[FileInfo, str]]:
-        """Compares a manifest with one listing. Returns missing or damaged files, and what is wrong with each.
+        """Compares a manifest with the sizes in one listing. Returns missing and damaged files, each with a sentence.
 
         Raises:
             OSError: the place cannot be listed.
@@ -143,7 +144,7 @@ class Store:
         manifest = self._read_manifest(name, _STAGED)
         self._place.write(self._path(name, _FINAL), [manifest.to_bytes()])
 
-    def discard(self, name: Name, may_go_on: Callable[[], bool] = lambda: True) -> None:
+    def discard(self, name: CheckpointName, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Removes the files of a checkpoint that will not become complete, except those that are being written.
 
         Removes nothing once a manifest is staged: the caller may be slow, and another leader may have completed the
@@ -151,7 +152,7 @@ class Store:
         file would cost the square of their number.)
 
         Args:
-            still: true while the caller knows that the checkpoint will not become complete; called before each file.
+            may_go_on: true while the caller knows that the checkpoint will not become complete; called for each file.
 
         Raises:
             OSError: a file cannot be removed.
@@ -160,18 +161,18 @@ class Store:
         def may() -> bool:
             return may_go_on() and not self._is_staged(str(name))
 
-        self._clear(name, lambda file: not file.startswith("."), may)
+        self._remove_files(name, lambda file: not file.startswith("."), may)
 
     def remove_unfinished(
-        self, name: Name, writes: Callable[[int, str], bool], may_go_on: Callable[[], bool] = lambda: True
+        self, name: CheckpointName, writes: Callable[[int, str], bool], may_go_on: Callable[[], bool] = lambda: True
     ) -> None:
         """Removes all files of a checkpoint that no leader, present or future, will complete.
 
         Unlike `discard` it removes staged manifests and files that their writers left half written.
 
         Args:
-            writes: true if this writer (the `by` of its `Store`) may still be writing the file of this task.
-            still: true while the caller may do this; called before each file.
+            writes: given a task and a writer (the `by` of its `Store`), true if it may still be writing that file.
+            may_go_on: true while the caller may do this; called before each file.
 
         Raises:
             OSError: a file cannot be removed.
@@ -180,16 +181,16 @@ class Store:
         def useless(file: str) -> bool:
             if not file.startswith("."):
                 return True
-            writer = written_by(file)
+            writer = split_temporary_name(file)
             if writer is None:
                 return False
             task = _TASK.fullmatch(writer[0])
             return task is None or not writes(int(task[1]), writer[1])
 
-        self._clear(name, useless, may_go_on)
+        self._remove_files(name, useless, may_go_on)
 
-    def _clear(self, name: Name, useless: Callable[[str], bool], may: Callable[[], bool]) -> None:
-        """Removes the files of an incomplete checkpoint for which `useless` is true, then the directory if empty."""
+    def _remove_files(self, name: CheckpointName, useless: Callable[[str], bool], may: Callable[[], bool]) -> None:
+        """Removes the `useless` files of an incomplete checkpoint, as long as `may`; then its directory if empty."""
         folder = self._path(str(name))
         files = self._place.names(folder)
         if _FINAL in files:
@@ -205,7 +206,7 @@ class Store:
             self._place.read(self._path(name, _STAGED), _MANIFEST_BYTES)
         except FileNotFoundError:
             return False
-        except NoFile:
+        except UnusableFile:
             pass
         return True
 
@@ -226,7 +227,7 @@ class Store:
         Raises:
             OSError: some checkpoints could not be removed; all others were.
         """
-        kept, newest = set(names), Name.parse(current)
+        kept, newest = set(names), CheckpointName.parse(current)
         removed, failure = [], None
         for name in self._names():
             if newest is not None and name < newest and str(name) not in kept:
@@ -249,34 +250,34 @@ class Store:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def listed(self) -> list[str]:
-        """Returns the names of all that the job's folder has. Raises OSError."""
+    def list_folder(self) -> list[str]:
+        """Returns the names of all files and folders in the job's folder. Raises OSError."""
         return self._place.names(self._expected.job)
 
-    def _names(self) -> list[Name]:
+    def _names(self) -> list[CheckpointName]:
         """Returns the names of all checkpoints, complete or not; oldest first."""
-        return sorted(n for text in self.listed() if (n := Name.parse(text)) is not None)
+        return sorted(n for text in self.list_folder() if (n := CheckpointName.parse(text)) is not None)
 
     def _noted_series(self) -> list[int]:
         """Returns the series that `begin` noted."""
-        return [int(found[1]) for text in self.listed() if (found := _SERIES_NOTE.fullmatch(text))]
+        return [int(found[1]) for text in self.list_folder() if (found := _SERIES_NOTE.fullmatch(text))]
 
-    def names_of_run(self, series: int, run: str) -> list[Name]:
+    def names_of_run(self, series: int, run: str) -> list[CheckpointName]:
         """Returns the names of one run's checkpoints, complete or not; oldest first. Raises OSError."""
         return [name for name in self._names() if (name.series, name.run) == (series, run)]
 
-    def names_of_other_runs(self, run: str, known: Iterable[str]) -> list[Name]:
+    def names_of_other_runs(self, run: str, known: Iterable[str]) -> list[CheckpointName]:
         """Returns names of other runs' checkpoints, complete or not, except `known`; oldest first. Raises OSError."""
         known = set(known)
         return [name for name in self._names() if name.run != run and str(name) not in known]
 
-    def complete(self) -> list[Name]:
+    def complete_names(self) -> list[CheckpointName]:
         """Returns the names of complete checkpoints, newest first, readable or not. Raises OSError.
 
         A checkpoint that cannot be listed counts as complete: reading it raises an error with its name.
         """
 
-        def seems_complete(name: Name) -> bool:
+        def seems_complete(name: CheckpointName) -> bool:
             try:
                 return _FINAL in self._place.names(self._path(str(name)))
             except OSError:
@@ -358,15 +359,15 @@ class Store:
         if info is None:
             return None
         path = self._file(manifest.name, task)
-        return unpack(self._read_file(path, info.size), info, path=f"{self._place}/{path}")
+        return unpack_file(self._read_file(path, info.size), info, path=f"{self._place}/{path}")
 
     def verify(self, manifest: Manifest) -> None:
         """Reads every file. Raises CheckpointError for the first that cannot be used."""
         for info in manifest.files:
             self.read(manifest, info.task)
 
-    def newest(self, names: Iterable[str]) -> NewestCheckpoint:
-        """Finds the first usable checkpoint of `names`, which are sorted; verifies every file of it."""
+    def find_newest(self, names: Iterable[str]) -> NewestCheckpoint:
+        """Finds the first usable checkpoint of `names`, which are sorted, the newest first; verifies all its files."""
         refused: list[str] = []
         kinds: set[type[CheckpointError]] = set()
         for name in names:

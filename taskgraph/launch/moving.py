@@ -31,7 +31,7 @@ def move(store: Store, manifest: Manifest, services: dict[str, int], run: str) -
         CheckpointError: a file cannot be read.
         OSError: a file cannot be written.
     """
-    name = replace(manifest.parsed, run=run[:8])
+    name = replace(manifest.parsed_name, run=run[:8])
     files = [store.write(name, task, value) for task, value in _values(store, manifest, services)]
     made = store.manifest(name, files)
     store.stage(made)

@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob, ExpectedJob, MissingFile, Name, OtherFormat
+from taskgraph.checkpoint.manifest import (
+    ChangedDriver,
+    ChangedJob,
+    CheckpointName,
+    ExpectedJob,
+    MissingFile,
+    OtherFormat,
+)
 from taskgraph.checkpoint.store import NewestCheckpoint, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
@@ -122,7 +129,7 @@ def _which_text(spec: JobSpec, store: Store, checkpoints: _Checkpoints) -> str:
     )
 
 
-def _warn_of_beginning(spec: JobSpec, store: Store, newest: Name | None, *, unfinished: bool) -> None:
+def _warn_of_beginning(spec: JobSpec, store: Store, newest: CheckpointName | None, *, unfinished: bool) -> None:
     """Logs why a job that was to be resumed starts at epoch 0."""
     if newest is None and unfinished:
         log.warning(
@@ -178,7 +185,7 @@ def _go_on(
         raise CheckpointError(_unusable_text(store, checkpoints))
     for refused in found.refused:
         log.warning("%s", refused)
-    name = found.manifest.parsed
+    name = found.manifest.parsed_name
     if found.manifest.fingerprint != spec.fingerprint:
         log.warning(
             "the checkpoint of %s %d was written by driver %s; it goes on with this one, %s",
@@ -318,13 +325,13 @@ class _Checkpoints:
         usable: the newest of that series that can be used.
     """
 
-    names: list[Name]
+    names: list[CheckpointName]
     series: int
     attempt: int
     usable: NewestCheckpoint
 
     @property
-    def current(self) -> list[Name]:
+    def current(self) -> list[CheckpointName]:
         """Returns the checkpoints of the series that began last: of a run, and of the runs that resumed it."""
         return [name for name in self.names if name.series == self.series]
 
@@ -336,9 +343,9 @@ def _list_checkpoints(store: Store, pointer: str | None, resume: bool) -> _Check
             # Complete, if the leader died between the pointer and the last manifest.
             with contextlib.suppress(CheckpointError):
                 store.finish(pointer)
-        names = store.complete()
+        names = store.complete_names()
         series, attempt = store.highest()
-        found = store.newest(str(name) for name in names if name.series == series) if resume else None
+        found = store.find_newest(str(name) for name in names if name.series == series) if resume else None
     except OSError as error:
         raise CheckpointError(f"{store} cannot be read: {error}") from error
     if found is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from taskgraph.checkpoint.manifest import Name
+from taskgraph.checkpoint.manifest import CheckpointName
 from taskgraph.coordination.api import Coordinator, TooLarge
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, JobRunning, OutcomeUnknown
@@ -38,7 +38,7 @@ class StartPoint:
     checkpoint: CheckpointRecord | None = None
     refused: tuple[str, ...] = ()
     after: int | None = None
-    over: Name | None = None
+    over: CheckpointName | None = None
 
 
 async def submit(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint | None = None) -> None:

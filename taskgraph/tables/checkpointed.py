@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.checkpoint.manifest import ExpectedJob, Manifest, MissingFile, Name
+from taskgraph.checkpoint.manifest import CheckpointName, ExpectedJob, Manifest, MissingFile
 from taskgraph.checkpoint.places import Place
 from taskgraph.checkpoint.store import Store as Checkpoints
 from taskgraph.errors import CheckpointError, DecodeError, TableError
@@ -28,7 +28,7 @@ _TRIES = 3
 """The job may remove a checkpoint that is being read, once it has newer ones."""
 
 
-def checkpointed_rows(place: Place, job: str, which: Name | None, table: str) -> tuple[Ids, NDArray[Any]]:
+def checkpointed_rows(place: Place, job: str, which: CheckpointName | None, table: str) -> tuple[Ids, NDArray[Any]]:
     """Reads the rows of a table that somebody had pushed to.
 
     Args:
@@ -58,13 +58,13 @@ def checkpointed_rows(place: Place, job: str, which: Name | None, table: str) ->
     )
 
 
-def _newest(kept: Checkpoints) -> Name:
+def _newest(kept: Checkpoints) -> CheckpointName:
     """Returns the newest complete checkpoint. Raises CheckpointError if there is none."""
     try:
-        names, found = kept.complete(), kept.listed()
+        names, found = kept.complete_names(), kept.list_folder()
     except OSError as error:
         raise CheckpointError(f"{kept} cannot be read: {error}") from error
-    if not names and any(map(Name.parse, found)):
+    if not names and any(map(CheckpointName.parse, found)):
         raise CheckpointError(f"{kept} has no complete checkpoint yet: none of {', '.join(found)} has a manifest.json")
     if not names:
         raise CheckpointError(

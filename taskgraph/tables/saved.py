@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.checkpoint.manifest import Name
+from taskgraph.checkpoint.manifest import CheckpointName
 from taskgraph.checkpoint.places import Place, open_place
 from taskgraph.errors import JobError, TableError
 from taskgraph.tables.checkpointed import checkpointed_rows
@@ -96,7 +96,7 @@ def _read_from_job(url: str, name: str) -> DataFrame:
     except ImportError:
         raise TableError("read_table needs pandas: pip install pandas") from None
     folder, _, last = _whole(url, "read_table", "a job's folder").rstrip("/").rpartition("/")
-    which = Name.parse(last)
+    which = CheckpointName.parse(last)
     if which is not None:
         folder, _, last = folder.rpartition("/")
     ids, rows = checkpointed_rows(_open(folder, f"read_table({url!r})"), last, which, name)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from taskgraph.checkpoint.manifest import ExpectedJob, MissingFile, Name
+from taskgraph.checkpoint.manifest import CheckpointName, ExpectedJob, MissingFile
 from taskgraph.checkpoint.places import Place
 from taskgraph.checkpoint.store import NewestCheckpoint, Store
 from taskgraph.errors import CheckpointError
@@ -65,10 +65,10 @@ class CheckpointReader:
         """Calls a function that may block in a thread, and returns its result."""
         return await self._threads.run(function)
 
-    def name_of(self, boundary: Stamp) -> Name:
+    def name_of(self, boundary: Stamp) -> CheckpointName:
         """Returns the name of the checkpoint of a boundary."""
         spec = self._node.spec
-        return Name(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
+        return CheckpointName(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
 
     async def newest_usable(self, pointer: CheckpointRecord) -> NewestCheckpoint:
         """Returns the newest checkpoint, not newer than the pointer's, of which every file can be read, and why newer
@@ -76,7 +76,7 @@ class CheckpointReader:
         """
 
         def look() -> NewestCheckpoint:
-            found = self.store.newest((pointer.name, *pointer.before))
+            found = self.store.find_newest((pointer.name, *pointer.before))
             if found.manifest is None and found.was_refused_for(MissingFile):
                 *others, last = found.refused
                 found = replace(found, refused=(*others, f"{last}: {self._why_missing(pointer)}"))
@@ -86,7 +86,7 @@ class CheckpointReader:
 
     def _why_missing(self, pointer: CheckpointRecord) -> str:
         """Says why a file may be missing: another run that keeps checkpoints here, or what to check."""
-        current, mine = Name.parse(pointer.name), self._node.spec.run[:8]
+        current, mine = CheckpointName.parse(pointer.name), self._node.spec.run[:8]
         with contextlib.suppress(OSError):
             for other in self.store.names_of_other_runs(mine, (pointer.name, *pointer.before)):
                 # Unfinished files of earlier runs are older than this run, or belong to the run that it resumes.

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.checkpoint.files import FileInfo
-from taskgraph.checkpoint.manifest import Manifest, Name
+from taskgraph.checkpoint.manifest import CheckpointName, Manifest
 from taskgraph.errors import CheckpointError
 from taskgraph.node.primary.checkpoint_reader import SAME_PLACE
 from taskgraph.protocol import transactions
@@ -121,7 +121,7 @@ class Checkpointer:
             names, stays = [], error
         for name in names:
             # The present state: once a checkpoint is complete, its reports are dropped.
-            newest = Name.parse(view.checkpoint.record.name) if view.checkpoint is not None else None
+            newest = CheckpointName.parse(view.checkpoint.record.name) if view.checkpoint is not None else None
             if newest is not None and name <= newest:
                 continue  # it is removed with that one, or kept
             stamp = Stamp(name.attempt, name.epoch)
@@ -224,7 +224,7 @@ class Checkpointer:
         )
         # Before any await: the transaction must compare what `complete` decided from.
         txn = transactions.advance_checkpoint(view, record, primary_revision=self._primary.revision)
-        others: list[Name] = []
+        others: list[CheckpointName] = []
         known = (old.name, *old.before) if old is not None else ()
         looked = await self._try_work(
             boundary.epoch,
@@ -263,7 +263,7 @@ class Checkpointer:
         """Returns True if this node finds all files of the manifest; False, with an event, if it does not, as when each
         host has a disk of its own.
         """
-        node, store, epoch = self._node, self._node.checkpoints.store, manifest.parsed.epoch
+        node, store, epoch = self._node, self._node.checkpoints.store, manifest.parsed_name.epoch
         failed = f"{node.name} does not see all of its files"
         find_damaged: list[tuple[FileInfo, str]] = []
 
@@ -302,11 +302,11 @@ class Checkpointer:
                 lambda: store.keep_only(kept, record.name),
             )
         # Files after the resumed checkpoint are left over from the dead run.
-        own = Name.parse(record.name)
+        own = CheckpointName.parse(record.name)
         self._cleaned = cleaned and own is not None and own.run == self._node.spec.run[:8]
         return True
 
-    def _emit_other_runs(self, mine: Name, others: Iterable[Name]) -> None:
+    def _emit_other_runs(self, mine: CheckpointName, others: Iterable[CheckpointName]) -> None:
         """Emits an event, once each, about other runs that write checkpoints of this job to the same place.
 
         The run that began later removes the files of the other. Of two runs that began at the same time, the one

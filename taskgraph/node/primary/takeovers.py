@@ -269,7 +269,7 @@ class TakeOvers:
         if (manifest := found.manifest) is None:
             await self._fail_lost(task, f"no checkpoint can be used: {'; '.join(found.refused)}")
             return None
-        name = manifest.parsed
+        name = manifest.parsed_name
         return CheckpointRecord(
             epoch=name.epoch,
             attempt=name.attempt,

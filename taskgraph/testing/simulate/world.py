@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 import taskgraph as tg
-from taskgraph.checkpoint.manifest import ExpectedJob, Name
+from taskgraph.checkpoint.manifest import CheckpointName, ExpectedJob
 from taskgraph.checkpoint.store import Store
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskGraphError, Unavailable
@@ -594,7 +594,7 @@ class World:
     def _check_removal(self, path: str, node_id: str) -> None:
         """Checks that no node, however stale its view, removes the newest checkpoint, or files of the last commit,
         which may become the newest."""
-        view, names = self.invariants.view, {part: Name.parse(part) for part in path.split("/")}
+        view, names = self.invariants.view, {part: CheckpointName.parse(part) for part in path.split("/")}
         pointer = view.checkpoint.record.name if view.checkpoint is not None else ""
         if pointer in names:
             self.fail(Violation(f"{node_id} removes {path}, of the newest checkpoint"))

@@ -15,7 +15,7 @@ from safetensors import numpy as safetensors_numpy
 from safetensors import safe_open
 
 import taskgraph as tg
-from taskgraph.checkpoint.files import FileInfo, Label, pack, unpack
+from taskgraph.checkpoint.files import FileInfo, Label, pack_file, unpack_file
 from taskgraph.errors import CheckpointError
 from taskgraph.graph.values import decode, encode
 
@@ -63,7 +63,7 @@ STATES: dict[str, Any] = {
 
 
 def packed(state: Any) -> tuple[FileInfo, bytes]:
-    info, parts = pack(encode({"state": state, "numbers": {"loss": 0.5}, "log": {}}), LABEL)
+    info, parts = pack_file(encode({"state": state, "numbers": {"loss": 0.5}, "log": {}}), LABEL)
     data = b"".join(parts)
     assert info.size == len(data)
     return info, data
@@ -77,7 +77,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("name", STATES)
 def test_comes_back_exactly(name: str) -> None:
     info, data = packed(STATES[name])
-    value = unpack(memoryview(data), info, path="p")
+    value = unpack_file(memoryview(data), info, path="p")
     found = decode(value)
     assert same(found["state"], STATES[name])
     assert found["numbers"] == {"loss": 0.5}
@@ -112,7 +112,7 @@ def test_others_see_arrays_by_name(tmp_path: Any) -> None:
 def test_arrays_without_room_for_names(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.checkpoint.files._NAMES_BYTES", room)
     info, data = packed(STATES[name])
-    assert same(decode(unpack(memoryview(data), info, path="p"))["state"], STATES[name])
+    assert same(decode(unpack_file(memoryview(data), info, path="p"))["state"], STATES[name])
     tensors = safetensors_numpy.load(data)
     if room == 0:
         assert all(key.startswith("taskgraph.") for key in tensors)
@@ -131,7 +131,7 @@ def test_header_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     info, data = packed(state)
     assert struct.unpack_from("<Q", everything)[0] > 300_000
     assert 10_000 < struct.unpack_from("<Q", data)[0] < 101_000
-    assert same(decode(unpack(memoryview(data), info, path="p"))["state"], state)
+    assert same(decode(unpack_file(memoryview(data), info, path="p"))["state"], state)
     tensors = safetensors_numpy.load(data)
     assert "large" in tensors and len(tensors) > 50, "large ones are named before small ones"
 
@@ -147,13 +147,13 @@ def test_many_small_arrays_are_quick() -> None:
     """It took time that grew with the square of their number: seconds for these, minutes for 100,000."""
     value = encode({str(n): np.full(200, float(n)) for n in range(20_000)})
     begin = time.process_time()
-    pack(value, LABEL)
+    pack_file(value, LABEL)
     assert time.process_time() - begin < 3
 
 
 def test_buffers_are_not_copied() -> None:
     value = encode({"state": np.zeros(1_000_000), "numbers": {}, "log": {}})
-    _, parts = pack(value, LABEL)
+    _, parts = pack_file(value, LABEL)
     assert any(np.shares_memory(np.frombuffer(p, np.uint8), np.frombuffer(value.buffers[0], np.uint8)) for p in parts)
 
 
@@ -171,17 +171,17 @@ def test_flipped_bits() -> None:
         torn = bytearray(data)
         torn[at] ^= 1 << at % 8
         with pytest.raises(CheckpointError, match=r"^some/file is "):
-            unpack(memoryview(bytes(torn)), info, path="some/file")
+            unpack_file(memoryview(bytes(torn)), info, path="some/file")
 
 
 def test_truncated_file() -> None:
     info, data = packed({"theta": np.ones(300)})
     for size in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):
         with pytest.raises(CheckpointError, match="some/file is torn"):
-            unpack(memoryview(data[:size]), info, path="some/file")
+            unpack_file(memoryview(data[:size]), info, path="some/file")
         with pytest.raises(CheckpointError, match="some/file is"):
             short = dataclasses.replace(info, size=size)
-            unpack(memoryview(data[:size]), short, path="some/file")
+            unpack_file(memoryview(data[:size]), short, path="some/file")
 
 
 def test_another_file() -> None:
@@ -189,14 +189,14 @@ def test_another_file() -> None:
     other, data = packed({"theta": np.zeros(3)})
     assert other.size == info.size
     with pytest.raises(CheckpointError, match="f is corrupt, or foreign"):
-        unpack(memoryview(data), info, path="f")
+        unpack_file(memoryview(data), info, path="f")
 
 
 def test_file_of_another_tool() -> None:
     data = memoryview(safetensors_numpy.save({"theta": np.ones(3)}))
     for digest in ("0" * 32, xxhash.xxh3_128_hexdigest(data)):
         with pytest.raises(CheckpointError, match=r"f is (corrupt|not a file)"):
-            unpack(data, FileInfo(2, len(data), digest), path="f")
+            unpack_file(data, FileInfo(2, len(data), digest), path="f")
 
 
 def test_random_bytes() -> None:
@@ -204,4 +204,4 @@ def test_random_bytes() -> None:
     for size in (*range(40), 200, 5000):
         data = rng.bytes(size)
         with pytest.raises(CheckpointError):
-            unpack(memoryview(data), FileInfo(2, size, "0" * 32), path="f")
+            unpack_file(memoryview(data), FileInfo(2, size, "0" * 32), path="f")

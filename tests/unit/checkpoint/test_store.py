@@ -18,7 +18,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from taskgraph.checkpoint import ExpectedJob, Manifest, Name, Store
+from taskgraph.checkpoint import CheckpointName, ExpectedJob, Manifest, Store
 from taskgraph.checkpoint.files import FileInfo
 from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob
 from taskgraph.checkpoint.places import Directory, check_url, open_place
@@ -35,7 +35,7 @@ def boundary(number: float) -> Encoded:
 
 def save(store: Store, epoch: int, before: tuple[str, ...] = (), *, attempt: int = 1, series: int = 1) -> Manifest:
     """A complete checkpoint of tasks 0 and 2; task 1 has no state."""
-    name = Name(series, attempt, epoch, "r1")
+    name = CheckpointName(series, attempt, epoch, "r1")
     files = [store.write(name, task, boundary(epoch + task)) for task in (0, 2)]
     manifest = store.manifest(name, files, before)
     store.stage(manifest)
@@ -58,9 +58,9 @@ def theta(value: Encoded | None) -> float:
 
 def test_what_is_written_is_read(store: Store) -> None:
     save(store, 10)
-    (name,) = store.complete()
+    (name,) = store.complete_names()
     manifest = store.open(str(name))
-    assert (manifest.parsed.epoch, manifest.parsed.attempt) == (10, 1)
+    assert (manifest.parsed_name.epoch, manifest.parsed_name.attempt) == (10, 1)
     assert theta(store.read(manifest, 0)) == 10
     assert store.read(manifest, 1) is None
     assert theta(store.read(manifest, 2)) == 12
@@ -68,7 +68,7 @@ def test_what_is_written_is_read(store: Store) -> None:
 
 
 def test_unseen_files(store: Store) -> None:
-    name = Name(1, 1, 10, "r1")
+    name = CheckpointName(1, 1, 10, "r1")
     written, missing = store.write(name, 0, boundary(1)), FileInfo(1, 100, "")
     assert store.find_damaged(store.manifest(name, [written])) == []
     longer = FileInfo(0, written.size + 1, written.digest)
@@ -76,34 +76,34 @@ def test_unseen_files(store: Store) -> None:
     assert [info for info, _ in found] == [longer, missing]
     assert f"task-000000.safetensors has {written.size} bytes there, not {written.size + 1}" in found[0][1]
     assert "task-000001.safetensors is not there" in found[1][1]
-    (info, _), *_ = store.find_damaged(store.manifest(Name(1, 1, 20, "r1"), [written]))
+    (info, _), *_ = store.find_damaged(store.manifest(CheckpointName(1, 1, 20, "r1"), [written]))
     assert info == written, "where not even the directory is there"
 
 
 def test_nothing_is_there_at_first(store: Store) -> None:
-    assert store.complete() == []
+    assert store.complete_names() == []
     assert store.highest() == (0, 0)
     assert store.keep_only([], "s0001-a000001-e000000010-r1") == []
 
 
 def test_complete_after_finish(store: Store) -> None:
-    name = Name(1, 1, 10, "r1")
+    name = CheckpointName(1, 1, 10, "r1")
     info = store.write(name, 0, boundary(1))
-    assert store.complete() == []
+    assert store.complete_names() == []
     with pytest.raises(CheckpointError, match=r"manifest.staged.json is missing"):
         store.finish(str(name))
     store.stage(store.manifest(name, [info]))
-    assert store.complete() == []
+    assert store.complete_names() == []
     assert theta(store.read(store.open(str(name)), 0)) == 1  # the pointer may name it already
     store.finish(str(name))
     store.finish(str(name))
-    assert store.complete() == [name]
+    assert store.complete_names() == [name]
 
 
 def test_order_of_names(store: Store) -> None:
     for epoch, attempt, series in ((30, 1, 1), (20, 2, 1), (10, 1, 2), (20, 1, 1)):
         save(store, epoch, attempt=attempt, series=series)
-    assert [(n.series, n.attempt, n.epoch) for n in store.complete()] == [
+    assert [(n.series, n.attempt, n.epoch) for n in store.complete_names()] == [
         (2, 1, 10),
         (1, 2, 20),
         (1, 1, 30),
@@ -116,7 +116,7 @@ def test_begun_series(store: Store) -> None:
     first = save(store, 30)
     store.begin(2, "r2")
     assert store.highest() == (2, 1)
-    assert store.complete() == [first.parsed], "what was there stays"
+    assert store.complete_names() == [first.parsed_name], "what was there stays"
     store.keep_only([], first.name)
     assert store.highest() == (2, 1), "an earlier run that still writes does not undo it"
     second = save(store, 10, series=2)
@@ -127,10 +127,10 @@ def test_begun_series(store: Store) -> None:
 
 
 def test_names_are_their_directories() -> None:
-    name = Name(3, 12, 40, "ab12")
-    assert Name.parse(str(name)) == name
+    name = CheckpointName(3, 12, 40, "ab12")
+    assert CheckpointName.parse(str(name)) == name
     for text in ("", "x", "s1-a1-e1-r", "manifest.json", str(name) + "/..", "s0001-a000001-e000000001-"):
-        assert Name.parse(text) is None
+        assert CheckpointName.parse(text) is None
 
 
 def test_older_checkpoint_is_used(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_older_checkpoint_is_used(tmp_path: Path) -> None:
     manifest = tmp_path / "fit" / names[1] / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"tasks": 3', b'"tasks": 4'))
     (tmp_path / "fit" / names[1] / "manifest.staged.json").unlink()
-    found = store.newest(str(n) for n in store.complete())
+    found = store.find_newest(str(n) for n in store.complete_names())
     assert found.manifest is not None
     assert found.manifest.name == names[0]
     assert [reason.partition(" is ")[0].removeprefix(f"{tmp_path}/fit/") for reason in found.refused] == [
@@ -171,7 +171,7 @@ def test_wrong_kinds_of_files(tmp_path: Path, file: str, became: str) -> None:
         os.mkfifo(path) if became == "pipe" else path.symlink_to("/dev/zero")
         told = rf"{path} cannot be read: it is no regular file"
     path.with_name("manifest.staged.json").unlink()  # as good as the other
-    found = store.newest([bad.name, good.name])
+    found = store.find_newest([bad.name, good.name])
     assert found.manifest == good
     (refused,) = found.refused
     assert re.fullmatch(told, refused)
@@ -183,7 +183,7 @@ def test_fsspec_reads_within_limit() -> None:
     place: Any = store._place
     with place._fs.open(place._path(f"fit/{bad.name}/task-000000.safetensors"), "ab") as file:
         file.write(b"more")
-    found = store.newest([bad.name, good.name])
+    found = store.find_newest([bad.name, good.name])
     assert found.manifest == good
     assert re.search(r"cannot be read: it has more than \d+ bytes", found.refused[0])
 
@@ -205,11 +205,11 @@ def test_unlistable_checkpoint(tmp_path: Path) -> None:
     """A directory of another user's, or on a bad block: no checkpoint could be used for it, whatever else was there."""
     store = Store(f"file://{tmp_path}", EXPECTED)
     good = save(store, 10).name
-    bad = str(Name(1, 1, 20, "r1"))
+    bad = str(CheckpointName(1, 1, 20, "r1"))
     (tmp_path / "fit" / bad).write_text("what cannot be listed, for root neither")
-    names = [str(name) for name in store.complete()]
+    names = [str(name) for name in store.complete_names()]
     assert names == [bad, good]
-    found = store.newest(names)
+    found = store.find_newest(names)
     assert found.manifest is not None and found.manifest.name == good
     assert len(found.refused) == 1 and bad in found.refused[0]
 
@@ -273,7 +273,7 @@ def test_checkpoint_of_changed_job(
     tmp_path: Path, expected: ExpectedJob, kind: type[CheckpointError], text: str
 ) -> None:
     name = save(Store(str(tmp_path), EXPECTED), 10).name
-    found = Store(str(tmp_path), expected).newest([name])
+    found = Store(str(tmp_path), expected).find_newest([name])
     assert found.manifest is None and found.kinds == {kind}
     assert text in found.refused[0]
 
@@ -288,7 +288,7 @@ def test_checkpoint_of_changed_job(
 def test_checkpoint_of_accepted_job(tmp_path: Path, expected: ExpectedJob) -> None:
     name = save(Store(str(tmp_path), EXPECTED), 10).name
     store = Store(str(tmp_path), expected)
-    found = store.newest([name])
+    found = store.find_newest([name])
     assert found.manifest is not None and found.manifest.fingerprint == "f1"
     assert store.read(found.manifest, 2) is not None
 
@@ -318,12 +318,12 @@ def test_renamed_checkpoint(tmp_path: Path) -> None:
 
 def test_old_checkpoints_are_removed(store: Store) -> None:
     names = [save(store, epoch).name for epoch in (10, 20, 30)]
-    unfinished = Name(1, 1, 25, "r0")
+    unfinished = CheckpointName(1, 1, 25, "r0")
     store.write(unfinished, 0, boundary(0))
-    being_written = Name(1, 1, 40, "r1")
+    being_written = CheckpointName(1, 1, 40, "r1")
     store.write(being_written, 0, boundary(0))
     assert store.keep_only(names[1:], names[2]) == [names[0], str(unfinished)]
-    assert [str(n) for n in store.complete()] == [names[2], names[1]]
+    assert [str(n) for n in store.complete_names()] == [names[2], names[1]]
     assert store.highest() == (1, 1)
     assert being_written in store._names()
 
@@ -332,11 +332,11 @@ def test_manifest_is_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Whoever does that may be killed in between, and who goes on from what is left must not take it for whole."""
     store, real = Store(f"file://{tmp_path}", EXPECTED), Directory.remove
     names = [save(store, epoch).name for epoch in (10, 20)]
-    complete: list[list[Name]] = []
+    complete: list[list[CheckpointName]] = []
 
     def remove(self: Directory, path: str) -> None:
         if path.endswith(names[0]):
-            complete.append(store.complete())
+            complete.append(store.complete_names())
         real(self, path)
 
     monkeypatch.setattr(Directory, "remove", remove)
@@ -358,7 +358,7 @@ def test_unremovable_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     names = [save(store, epoch).name for epoch in (10, 20, 30, 40)]
     with pytest.raises(PermissionError, match="-e000000010-"):
         store.keep_only(names[3:], names[3])
-    assert [str(n) for n in store.complete()] == [names[3], names[0]]
+    assert [str(n) for n in store.complete_names()] == [names[3], names[0]]
 
 
 def test_other_files_stay(tmp_path: Path) -> None:
@@ -375,47 +375,47 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     """A real ENOSPC or EFBIG: the file's size is limited by the kernel."""
     script = f"""
         import resource, signal, sys
-        from tests.unit.checkpoint.test_store import EXPECTED, Name, Store, boundary, encode, np, save
+        from tests.unit.checkpoint.test_store import EXPECTED, CheckpointName, Store, boundary, encode, np, save
         store = Store("file://{tmp_path}", EXPECTED)
         save(store, 10)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         big = encode({{"state": np.zeros(1_000_000), "numbers": {{}}, "log": {{}}}})
         try:
-            store.write(Name(1, 1, 20, "r1"), 0, big)
+            store.write(CheckpointName(1, 1, 20, "r1"), 0, big)
         except OSError as error:
             print(error)
     """
     done = python(script)
     assert "File too large" in done.stdout
     store = Store(f"file://{tmp_path}", EXPECTED)
-    assert [n.epoch for n in store.complete()] == [10]
+    assert [n.epoch for n in store.complete_names()] == [10]
     assert os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1") == []
 
 
 def test_discard(store: Store) -> None:
-    whole, failed = save(store, 10), Name(1, 1, 20, "r1")
+    whole, failed = save(store, 10), CheckpointName(1, 1, 20, "r1")
     store.discard(failed)  # nothing was
     store.write(failed, 0, boundary(0))
     store.discard(failed)
-    assert store.names_of_other_runs("", ()) == [whole.parsed]
-    assert store.newest([whole.name]).refused == ()
+    assert store.names_of_other_runs("", ()) == [whole.parsed_name]
+    assert store.find_newest([whole.name]).refused == ()
 
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_discard_keeps_complete_checkpoint(store: Store, finished: bool) -> None:
     """One that had stood still gave it up, and removed the newest checkpoint of the job."""
-    name = Name(1, 1, 20, "r1")
+    name = CheckpointName(1, 1, 20, "r1")
     store.stage(store.manifest(name, [store.write(name, 0, boundary(0))]))
     if finished:
         store.finish(str(name))
     store.discard(name)
-    assert store.newest([str(name)]).refused == ()
+    assert store.find_newest([str(name)]).refused == ()
 
 
 def test_discard_stops_at_completion(store: Store) -> None:
     """It is looked at before each file, as is whether whoever removes it still may."""
-    name, asked = Name(1, 1, 20, "r1"), []
+    name, asked = CheckpointName(1, 1, 20, "r1"), []
     for task in range(3):
         store.write(name, task, boundary(task))
 
@@ -427,12 +427,12 @@ def test_discard_stops_at_completion(store: Store) -> None:
 
     store.discard(name, still)
     assert len(asked) == 2
-    assert store.newest([str(name)]).refused == ()
+    assert store.find_newest([str(name)]).refused == ()
 
 
 def test_what_is_removed_is_listed_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store was asked for a listing before each file: of 500 tasks 500, of up to 500 files."""
-    name, place, listed = Name(1, 1, 20, "r1"), store._place, []
+    name, place, listed = CheckpointName(1, 1, 20, "r1"), store._place, []
     for task in range(20):
         store.write(name, task, boundary(task))
     names = place.names
@@ -448,14 +448,14 @@ def test_what_is_removed_is_listed_once(store: Store, monkeypatch: pytest.Monkey
 
 
 def test_discard_stops_without_right(tmp_path: Path) -> None:
-    store, name = Store(f"file://{tmp_path}", EXPECTED), Name(1, 1, 20, "r1")
+    store, name = Store(f"file://{tmp_path}", EXPECTED), CheckpointName(1, 1, 20, "r1")
     store.write(name, 0, boundary(0))
     store.discard(name, lambda: False)
     assert os.listdir(tmp_path / "fit" / str(name)) == ["task-000000.safetensors"]
 
 
 def test_discard_keeps_files_being_written(tmp_path: Path) -> None:
-    store, name = Store(f"file://{tmp_path}", EXPECTED), Name(1, 1, 20, "r1")
+    store, name = Store(f"file://{tmp_path}", EXPECTED), CheckpointName(1, 1, 20, "r1")
     store.write(name, 0, boundary(0))
     beside = tmp_path / "fit" / str(name) / ".task-000002.safetensors.abc.tmp"
     beside.touch()
@@ -465,7 +465,7 @@ def test_discard_keeps_files_being_written(tmp_path: Path) -> None:
 
 def test_sweep(tmp_path: Path) -> None:
     """What a writer that was killed left in it stayed, and so its directory did."""
-    store, name = Store(f"file://{tmp_path}", EXPECTED, by="a1"), Name(1, 1, 20, "r1")
+    store, name = Store(f"file://{tmp_path}", EXPECTED, by="a1"), CheckpointName(1, 1, 20, "r1")
     folder, asked = tmp_path / "fit" / str(name), []
 
     def writes(task: int, by: str) -> bool:
@@ -494,16 +494,16 @@ def test_sweep(tmp_path: Path) -> None:
 
 def test_sweep_keeps_complete_checkpoint(store: Store) -> None:
     whole = save(store, 10)
-    store.remove_unfinished(whole.parsed, lambda task, by: False)
-    assert store.newest([whole.name]).refused == ()
+    store.remove_unfinished(whole.parsed_name, lambda task, by: False)
+    assert store.find_newest([whole.name]).refused == ()
     assert (
-        store.names_of_run(1, "r1") == [whole.parsed]
+        store.names_of_run(1, "r1") == [whole.parsed_name]
         and store.names_of_run(2, "r1") == store.names_of_run(1, "r2") == []
     )
 
 
 def test_directory_removed_before_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, name, real = Store(f"file://{tmp_path}", EXPECTED), Name(1, 1, 20, "r1"), Path.mkdir
+    store, name, real = Store(f"file://{tmp_path}", EXPECTED), CheckpointName(1, 1, 20, "r1"), Path.mkdir
     made: list[Path] = []
 
     def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
@@ -529,9 +529,9 @@ def test_a_full_file_system(tmp_path: Path) -> None:
         name = save(store, 10).name
         big = encode({"state": np.zeros(100_000), "numbers": {}, "log": {}})
         with pytest.raises(OSError, match="No space left"):
-            store.write(Name(1, 1, 20, "r1"), 0, big)
-        assert store.newest([name]).refused == ()
-        store.write(Name(1, 1, 20, "r1"), 0, boundary(0))  # what it had written of the big one is gone again
+            store.write(CheckpointName(1, 1, 20, "r1"), 0, big)
+        assert store.find_newest([name]).refused == ()
+        store.write(CheckpointName(1, 1, 20, "r1"), 0, boundary(0))  # what it had written of the big one is gone again
     finally:
         subprocess.run(["umount", mounted], check=True)
 
@@ -539,7 +539,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 def test_a_writer_that_was_killed_half_way(tmp_path: Path) -> None:
     script = f"""
         import os, signal
-        from tests.unit.checkpoint.test_store import EXPECTED, Directory, Name, Store, boundary, save
+        from tests.unit.checkpoint.test_store import EXPECTED, Directory, CheckpointName, Store, boundary, save
         store = Store("file://{tmp_path}", EXPECTED)
         save(store, 10)
         def parts():
@@ -550,7 +550,7 @@ def test_a_writer_that_was_killed_half_way(tmp_path: Path) -> None:
     done = python(script, check=False)
     assert done.returncode == -signal.SIGKILL
     store = Store(f"file://{tmp_path}", EXPECTED)
-    assert [n.epoch for n in store.complete()] == [10]
+    assert [n.epoch for n in store.complete_names()] == [10]
     (left,) = os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1")
     assert left.endswith(".tmp")
     save(store, 30)
@@ -603,7 +603,12 @@ def test_directory_that_cannot_be_made() -> None:
 
 
 def test_what_other_runs_wrote_is_found(store: Store) -> None:
-    mine, *others = Name(2, 1, 10, "mine"), Name(1, 1, 40, "early"), Name(1, 1, 50, "early"), Name(3, 1, 5, "late")
+    mine, *others = (
+        CheckpointName(2, 1, 10, "mine"),
+        CheckpointName(1, 1, 40, "early"),
+        CheckpointName(1, 1, 50, "early"),
+        CheckpointName(3, 1, 5, "late"),
+    )
     assert store.names_of_other_runs("mine", ()) == []
     for name in (*others, mine):
         store.write(name, 0, boundary(1))
@@ -689,7 +694,7 @@ def test_errors_of_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(place._fs, "open", refuse)
     with pytest.raises(OSError, match="RuntimeError: 503"):
-        store.write(Name(1, 1, 10, "r1"), 0, boundary(1))
+        store.write(CheckpointName(1, 1, 10, "r1"), 0, boundary(1))
 
 
 class Flaky(Directory):
@@ -709,9 +714,9 @@ def test_transient_read_error(tmp_path: Path) -> None:
     place = Flaky(tmp_path)
     store = Store(f"file://{tmp_path}", EXPECTED, place=place)
     save(store, 10)
-    (name,) = store.complete()
+    (name,) = store.complete_names()
     place.failing = 2
-    found = store.newest([str(name)])
+    found = store.find_newest([str(name)])
     assert found.manifest is not None and found.refused == ()
     assert theta(store.read(found.manifest, 0)) == 10
 

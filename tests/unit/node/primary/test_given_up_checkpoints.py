@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cluster_kit import Counting, Gated, gated, holder, job, play
 
-from taskgraph.checkpoint.manifest import Name
+from taskgraph.checkpoint.manifest import CheckpointName
 from taskgraph.checkpoint.store import Store
 from taskgraph.errors import PeerLost
 from taskgraph.launch.inprocess import InProcessCluster
@@ -42,7 +42,7 @@ def test_replaced_leader_stops_removing_files(
     """A leader that was frozen must not remove its successor's newest checkpoint."""
     removed: list[bool] = []
 
-    def discard(self: Store, name: Name, still: Callable[[], bool]) -> None:
+    def discard(self: Store, name: CheckpointName, still: Callable[[], bool]) -> None:
         removed.append(still())
         if then is not None:
             then(node)
@@ -64,7 +64,7 @@ def test_replaced_leader_stops_removing_files(
 
 
 def test_paused_leader_removes_no_files(gated: type[Gated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    removed: list[Name] = []
+    removed: list[CheckpointName] = []
 
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
