@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Type
 import numpy as np
 import xxhash
 
-from taskgraph.collectives.declaring import Group
+from taskgraph.collectives.declaring import CollectiveDeclaration
 from taskgraph.collectives.interface import COLLECTIVES, Collectives
 from taskgraph.collectives.ports import To
 from taskgraph.device.api import Device
@@ -326,10 +326,12 @@ class Epoch(Collectives):
 
     def _group(
         self, kind: str, tag: str, over: str, inbound: Sequence[str] | Mapping[str, To], root: int | None = None
-    ) -> Group:
+    ) -> CollectiveDeclaration:
         composition = self._composing(f"{kind}() and other collectives are")
         declare = partial(self._declare, composition)
-        return Group(self._work, composition, declare, self.neighbors, kind, tag, over, inbound, root, self._place())
+        return CollectiveDeclaration(
+            self._work, composition, declare, self.neighbors, kind, tag, over, inbound, root, self._place()
+        )
 
     def flag(self, to: To, meta: Any = None) -> None:
         """Sends a flag to other tasks: their `on_flag(epoch, sender, meta)` runs before their sync points.

@@ -35,15 +35,15 @@ __all__ = [
     "add_along_tree",
     "add_two",
     "check_alike",
+    "cut_share",
+    "encode_result",
+    "encode_slices",
     "is_layout",
-    "join",
-    "layout_of",
+    "join_parts",
+    "make_partial",
     "pack",
-    "partial_of",
-    "result",
-    "share",
-    "slices",
     "unpack",
+    "without_elements",
 ]
 
 Partial = NDArray[Any] | Sums
@@ -52,14 +52,14 @@ Partial = NDArray[Any] | Sums
 _UFUNCS: Final[Mapping[str, np.ufunc]] = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 
-def partial_of(value: Any, op: str, allocate: Allocate) -> Partial:
-    """Returns what a task contributes. A single array is the task's own: `pack` copies it.
+def make_partial(value: Any, op: str, allocate: Allocate) -> Partial:
+    """Makes what a task contributes of what its user code returned. A lone array is not copied: `pack` does that.
 
     Raises:
         JobError: something in it cannot be added.
     """
     if op == "mean":
-        return _weighted(value, allocate)
+        return _weighted_sums(value, allocate)
     if type(value) is np.ndarray and _keeps_its_dtype(value.dtype):
         return value
     return Sums.of(value, allocate=allocate)
@@ -69,8 +69,8 @@ def _keeps_its_dtype(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "iufc" and dtype != np.float16 and dtype.isnative
 
 
-def _weighted(value: Any, allocate: Allocate) -> Sums:
-    """Returns the sums of (weight, weight * tree)."""
+def _weighted_sums(value: Any, allocate: Allocate) -> Sums:
+    """Returns what a task contributes to a mean, of (weight, tree): the sums of (weight, weight * tree)."""
     if not isinstance(value, tuple) or len(value) != 2:
         raise JobError(f"for a mean return (weight, tree), as in (len(rows), gradient), not {type(value).__name__}")
     weight, tree = value
@@ -89,7 +89,7 @@ def _weighted(value: Any, allocate: Allocate) -> Sums:
 
 
 def _as_floats(sums: Sums, allocate: Allocate) -> Sums:
-    """Returns sums whose ints are floats, since a mean of ints is no int."""
+    """Returns the sums with ints as float64, since a mean of ints is no int."""
     if all(array.dtype.kind in "fc" for array in sums.arrays):
         return sums
     at = {array.dtype: 0 for array in sums.arrays}
@@ -101,28 +101,28 @@ def _as_floats(sums: Sums, allocate: Allocate) -> Sums:
         if dtype.kind not in "fc":
             piece = piece.astype(np.float64)
         found.setdefault(piece.dtype, []).append(piece)
-    return Sums(_floats(sums.layout), [np.concatenate(pieces) for pieces in found.values()])
+    return Sums(_float_layout(sums.layout), [np.concatenate(pieces) for pieces in found.values()])
 
 
-def _floats(layout: Layout) -> Layout:
+def _float_layout(layout: Layout) -> Layout:
     kind = layout[0]
     if kind == "n":
         return ("n", "float") if layout[1] == "int" else layout
     if kind == "a":
         ints = np.dtype(layout[2]).kind not in "fc"
         return ("a", layout[1], np.dtype(np.float64).str, layout[3]) if ints else layout
-    return (*layout[:-1], tuple(map(_floats, layout[-1])))
+    return (*layout[:-1], tuple(map(_float_layout, layout[-1])))
 
 
 def pack(partial: Partial, what: str, allocate: Allocate) -> Encoded:
-    """Encodes what a task contributes. A sum must not change later."""
+    """Encodes a contribution. `Sums` are not copied, so they must not change later."""
     if isinstance(partial, Sums):
         return encode_sums([partial], allocate, what)
     return encode(partial, what=what, allocate=allocate)
 
 
 def unpack(value: Encoded) -> Partial:
-    """Decodes what `pack` has encoded; read-only."""
+    """Decodes a contribution that `pack` encoded; its arrays are read-only."""
     found = decode(value)
     return read_sums(found)[0] if isinstance(found, list) else found
 
@@ -138,7 +138,7 @@ def _as_sums(partial: Partial) -> Sums:
 
 
 def check_alike(partials: Mapping[int, Partial], op: str, what: str) -> dict[int, Partial]:
-    """Returns {task: contribution}, all of one layout.
+    """Returns {task: contribution}, all of one layout: those that differ in devices only are given a common one.
 
     Raises:
         JobError: two of them differ; it names the place, and both tasks.
@@ -171,7 +171,7 @@ def _without_devices(layout: Layout) -> Layout:
 
 
 def _on_device_of_either(layout: Layout, other: Layout) -> Layout:
-    """Returns the layout of two that differ in devices only, with each array on a device that is on one in either."""
+    """Joins two layouts that differ in devices only: an array is on a device if it is there in either."""
     kind = layout[0]
     if kind == "n":
         return layout
@@ -200,29 +200,29 @@ def _add_span(span: Span, partials: Sequence[Partial], op: str, allocate: Alloca
     return add_two(first, second, op, allocate)
 
 
-def slices(partial: Partial, count: int, what: str, allocate: Allocate) -> list[Encoded]:
-    """Encodes ranges of the elements of a contribution, each with the layout of all. Copies a task's own array."""
+def encode_slices(partial: Partial, count: int, what: str, allocate: Allocate) -> list[Encoded]:
+    """Cuts a contribution into `count` slices of its elements, and encodes each with the layout of the whole."""
     whole, adopt = _as_sums(partial), isinstance(partial, Sums)
     return [encode_sums([whole.slice(index, count)], allocate, what, adopt=adopt) for index in range(count)]
 
 
-def layout_of(partial: Partial) -> Sums:
-    """Returns the layout of a contribution, without the elements."""
+def without_elements(partial: Partial) -> Sums:
+    """Returns a contribution's layout, as `Sums` without elements."""
     return Sums(_layout(partial), ())
 
 
 def is_layout(partial: Partial) -> bool:
-    """True for the layout of a value that has elements, without these."""
+    """True for `without_elements` of a contribution that has elements."""
     return isinstance(partial, Sums) and not partial.arrays and any(element_counts(partial.layout))
 
 
-def join(parts: Sequence[Partial], allocate: Allocate) -> Sums:
-    """Joins the slices of a sum."""
+def join_parts(parts: Sequence[Partial], allocate: Allocate) -> Sums:
+    """Joins the slices of a sum, in their order, to the whole sum."""
     pieces = [_as_sums(part) for part in parts]
     return join_slices(pieces[0].without_arrays(), pieces, allocate)
 
 
-def result(partial: Partial, op: str, what: str, allocate: Allocate) -> Encoded:
+def encode_result(partial: Partial, op: str, what: str, allocate: Allocate) -> Encoded:
     """Encodes the sum of all contributions as the tree that user code gets.
 
     Raises:
@@ -239,25 +239,25 @@ def result(partial: Partial, op: str, what: str, allocate: Allocate) -> Encoded:
         with np.errstate(all="ignore"):
             arrays = tuple([array / array.dtype.type(weight) for array in arrays])
     made = make_tree(
-        layout, {array.dtype: array for array in arrays}, {array.dtype: 0 for array in arrays}, _give(allocate)
+        layout, {array.dtype: array for array in arrays}, {array.dtype: 0 for array in arrays}, _array_maker(allocate)
     )
     return encode(made[1] if op == "mean" else made, what=what, adopt=True, allocate=allocate)
 
 
-def _give(allocate: Allocate) -> Callable[[NDArray[Any], str], Any]:
-    def give(array: NDArray[Any], library: str) -> Any:
+def _array_maker(allocate: Allocate) -> Callable[[NDArray[Any], str], Any]:
+    def make_array(array: NDArray[Any], library: str) -> Any:
         if library == "numpy":
             return read_only(array, library)
         return DeviceArrayOnHost(read_only(array, library)) if library == "cupy" else copy_of(allocate, array, library)
 
-    return give
+    return make_array
 
 
-def share(value: Any, op: str, index: int, count: int) -> Any:
-    """Returns what a task contributes to one of `count` members: `tg.shard` of the first axis of each array.
+def cut_share(value: Any, op: str, index: int, count: int) -> Any:
+    """Cuts a value's share for the member at `index` of `count`: `tg.shard` of the first axis of each array.
 
     Raises:
-        JobError: something in it has no first axis.
+        JobError: something in the value has no first axis.
     """
     if op == "mean" and isinstance(value, tuple) and len(value) == 2:
         return value[0], _cut(value[1], index, count, "")

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, get_args
 
-from taskgraph.collectives.plan import Op, Place, Via, place, slices_from
+from taskgraph.collectives.plan import Op, Place, Via, slicing_bytes, tree_place
 from taskgraph.collectives.ports import Work
-from taskgraph.collectives.steps import AddChildren, AddShares, Drop, Exchange, Relay, nothing
+from taskgraph.collectives.steps import AddChildren, AddShares, Drop, Exchange, Relay, no_user_code
 from taskgraph.collectives.values import CutAndPut, Put, PutEach, PutPartial, PutSlices, Then
 from taskgraph.errors import GraphError
 from taskgraph.graph.compose import RELAY, UNNAMED, Composition, Wrapper, name_of
 
-__all__ = ["Group"]
+__all__ = ["CollectiveDeclaration"]
 
 Value = Callable[..., Any]
 _KEPT = 1024
@@ -36,14 +36,14 @@ Declare = Callable[[Value, Mapping[str, Any], Mapping[str, Any], str, bool, Wrap
 """Declares a processor: function, inbound and outbound channels, name, whether it is parallel, wrapper."""
 
 
-class Group:
-    """One collective of a task, while `compose` declares it.
+class CollectiveDeclaration:
+    """Declares the processors and channels of one collective in a task's `compose`; a method for each kind.
 
     Args:
-        kind: its name, as users call it.
+        kind: the name of the method of `tg.Epoch`.
         over, inbound: as users gave them.
         root: the task that gives or gets a value; None: all do.
-        at: the place, for errors.
+        at: task and epoch, for errors.
     """
 
     def __init__(
@@ -80,49 +80,49 @@ class Group:
         self._check_choice("op", op, get_args(Op))
         self._check_choice("via", via, get_args(Via))
         members, me, tag = self._members, self._me, self._tag
-        at, large = place(members, self._root, me), slices_from(via, len(members))
+        at, large = tree_place(members, self._root, me), slicing_bytes(via, len(members))
         parent = me if at.parent is None else at.parent
         if large is None:
-            self._add_up(value, op, at, tag, shared=True)
-            self._hand_down(at, tag)
-            self._finish(then, (parent,))
+            self._declare_adding(value, op, at, tag, shared=True)
+            self._declare_relay(at, tag)
+            self._declare_then(then, (parent,))
             return
         key = f"{self._key}, {op} via {via}"
         slices, sums, down = f"{key}, slices", f"{key}, sums", f"{key}, down"
-        self._add_up(value, op, at, down, shared=True, sliced=(slices, large))
-        self._hand_down(at, down)
+        self._declare_adding(value, op, at, down, shared=True, sliced=(slices, large))
+        self._declare_relay(at, down)
         exchange = _exchange(self._what, op, down, parent, slices, sums, members, tag)
         self._declare_internal("exchange", exchange, {down: (parent,), slices: members, sums: members}, {sums: members})
-        self._finish(then, (me,))
+        self._declare_then(then, (me,))
 
     def reduce(self, value: Value, then: Value | None, op: Op) -> None:
         self._check_choice("op", op, get_args(Op))
-        self._add_up(value, op, place(self._members, self._root, self._me), self._tag, shared=False)
-        self._finish(then, (self._me,) if self._is_root else ())
+        self._declare_adding(value, op, tree_place(self._members, self._root, self._me), self._tag, shared=False)
+        self._declare_then(then, (self._me,) if self._is_root else ())
 
     def broadcast(self, value: Value, then: Value | None) -> None:
-        at = place(self._members, self._root, self._me)
+        at = tree_place(self._members, self._root, self._me)
         if at.parent is None:
-            self._declare_value(value, _put(self._tag), {self._tag: (self._me, *_tasks(at))})
+            self._declare_value(value, _put(self._tag), {self._tag: (self._me, *_child_tasks(at))})
         else:
-            self._drop_inbound()
-            self._hand_down(at, self._tag)
-        self._finish(then, (self._me if at.parent is None else at.parent,))
+            self._declare_drop()
+            self._declare_relay(at, self._tag)
+        self._declare_then(then, (self._me if at.parent is None else at.parent,))
 
     def gather(self, value: Value, then: Value | None) -> None:
         self._declare_value(value, _put(self._tag), {self._tag: (self._root,)})
-        self._finish(then, self._members if self._is_root else ())
+        self._declare_then(then, self._members if self._is_root else ())
 
     def allgather(self, value: Value, then: Value | None) -> None:
         self._declare_value(value, _put(self._tag), {self._tag: self._members})
-        self._finish(then, self._members)
+        self._declare_then(then, self._members)
 
     def scatter(self, value: Value, then: Value | None) -> None:
         if self._is_root:
             self._declare_value(value, _put_each(self._tag, self._members), {self._tag: self._members})
         else:
-            self._drop_inbound()
-        self._finish(then, (self._root,))
+            self._declare_drop()
+        self._declare_then(then, (self._root,))
 
     def reduce_scatter(self, value: Value, then: Value | None, op: Op) -> None:
         self._check_choice("op", op, get_args(Op))
@@ -130,7 +130,7 @@ class Group:
         self._declare_value(value, _cut_and_put(self._what, op, shares, members), {shares: members})
         add = _add_shares(self._what, op, shares, members, self._tag)
         self._declare_internal("add", add, {shares: members}, {self._tag: (self._me,)})
-        self._finish(then, (self._me,))
+        self._declare_then(then, (self._me,))
 
     # -- processors -------------------------------------------------------------------------------
 
@@ -138,20 +138,20 @@ class Group:
     def _is_root(self) -> bool:
         return self._me == self._root
 
-    def _add_up(
+    def _declare_adding(
         self, value: Value, op: Op, at: Place, to: str, *, shared: bool, sliced: tuple[str, int] | None = None
     ) -> None:
-        """Declares the processors that add up along the tree.
+        """Declares the processors that add up the values along the tree.
 
         Args:
             to: the tag of the result.
-            shared: the root's children get the result, too.
+            shared: the root sends the result to its children, too.
             sliced: the tag of the slices of large values, and the size in bytes from which on a value is large.
         """
         what, me, members = self._what, self._me, self._members
         key = f"{self._key}, {op} to {self._root}" if sliced is None else f"{to}, to {self._root}"
         own, up = f"{key}, own", f"{key}, up"
-        outbound = {up: (at.parent,)} if at.parent is not None else {to: (me, *_tasks(at)) if shared else (me,)}
+        outbound = {up: (at.parent,)} if at.parent is not None else {to: (me, *_child_tasks(at)) if shared else (me,)}
         puts: Mapping[str, Any] = {own: (me,)} if at.children else outbound
         first = next(iter(puts))
         if sliced is None:
@@ -165,40 +165,40 @@ class Group:
                 "add", add, {own: (me,), up: tuple([child.member for child in at.children])}, outbound
             )
 
-    def _hand_down(self, at: Place, tag: str) -> None:
-        """Declares the processor that passes a value from the parent on to the children."""
+    def _declare_relay(self, at: Place, tag: str) -> None:
+        """Declares the processor that passes a value from the parent on to the children, if the task has both."""
         if at.parent is not None and at.children:
-            self._declare_internal(RELAY, _relay(tag, at.parent), {tag: (at.parent,)}, {tag: _tasks(at)})
+            self._declare_internal(RELAY, _relay(tag, at.parent), {tag: (at.parent,)}, {tag: _child_tasks(at)})
 
     def _declare_value(self, value: Value, wrapper: Wrapper, outbound: Mapping[str, Any]) -> None:
-        self._declare(value, self._inbound, outbound, self._name(value, "value"), False, wrapper)
+        self._declare(value, self._inbound, outbound, self._processor_name(value, "value"), False, wrapper)
 
-    def _name(self, function: Value, of_lambda: str) -> str:
+    def _processor_name(self, function: Value, of_lambda: str) -> str:
         name = name_of(function)
         return f"{self._tag}: {of_lambda if name == UNNAMED else name}"
 
     def _declare_internal(
         self, name: str, wrapper: Wrapper, inbound: Mapping[str, Any], outbound: Mapping[str, Any]
     ) -> None:
-        self._declare(nothing, inbound, outbound, f"{self._tag} ({name})", True, wrapper)
+        self._declare(no_user_code, inbound, outbound, f"{self._tag} ({name})", True, wrapper)
 
-    def _finish(self, then: Value | None, producers: tuple[int, ...]) -> None:
-        """Declares `then`, and notes the tasks that this one has the result from; none: it has no result."""
+    def _declare_then(self, then: Value | None, producers: tuple[int, ...]) -> None:
+        """Declares `then`, and notes which tasks (`producers`) send this one the result; (): it gets no result."""
         self._composition.results[self._tag] = producers
         if then is not None and producers:
-            self._declare(then, {self._tag: producers}, {}, self._name(then, "then"), False, _then)
+            self._declare(then, {self._tag: producers}, {}, self._processor_name(then, "then"), False, _then)
 
-    def _drop_inbound(self) -> None:
-        """Takes the results that only the root's `value` reads."""
+    def _declare_drop(self) -> None:
+        """Declares a processor that takes the results of `inbound`, which only the root's `value` reads."""
         results = self._composition.results
         if unused := {tag: results[tag] for tag in self._inbound if tag in results}:
-            self._declare(nothing, unused, {}, f"{self._tag} (drop)", False, _drop)
+            self._declare(no_user_code, unused, {}, f"{self._tag} (drop)", False, _drop)
 
     # -- arguments --------------------------------------------------------------------------------
 
     def _find_members(self, work: Work, neighbors: Callable[[str], tuple[int, ...]], over: str) -> tuple[int, ...]:
         if over == "all":
-            return _all(work.tasks())
+            return _all_tasks(work.tasks())
         if not isinstance(over, str):
             raise GraphError(f'{self._at}: over takes "all" or a link\'s name, not {over!r:.100}')
         members = tuple(sorted({work.task, *neighbors(over)}))
@@ -243,10 +243,10 @@ class Group:
 
 
 @lru_cache(maxsize=16)
-def _all(tasks: int) -> tuple[int, ...]:
+def _all_tasks(tasks: int) -> tuple[int, ...]:
     return tuple(range(tasks))
 
 
-def _tasks(at: Place) -> tuple[int, ...]:
+def _child_tasks(at: Place) -> tuple[int, ...]:
     """Returns the children, the one with the most members first: it has to pass the value on."""
     return tuple([child.member for child in reversed(at.children)])

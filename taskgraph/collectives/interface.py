@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from taskgraph.collectives.declaring import Group
+from taskgraph.collectives.declaring import CollectiveDeclaration
 from taskgraph.collectives.plan import Op, Via
 from taskgraph.collectives.ports import To
 
@@ -32,8 +32,8 @@ class Collectives:
 
     def _group(
         self, kind: str, tag: str, over: str, inbound: Sequence[str] | Mapping[str, To], root: int | None = None
-    ) -> Group:
-        """Begins to declare a collective."""
+    ) -> CollectiveDeclaration:
+        """Returns what declares a collective of this task; raises GraphError for a wrong argument."""
         raise NotImplementedError
 
     def allreduce(

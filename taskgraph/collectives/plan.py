@@ -22,7 +22,7 @@ from typing import Final, Literal, NamedTuple
 
 from taskgraph.protocol.elastic.tree import Span, halves
 
-__all__ = ["LARGE_SLICE_BYTES", "Child", "Op", "Place", "Via", "place", "slices_from"]
+__all__ = ["LARGE_SLICE_BYTES", "Child", "Op", "Place", "Via", "slicing_bytes", "tree_place"]
 
 Op = Literal["sum", "mean", "min", "max"]
 Via = Literal["auto", "tree", "ring"]
@@ -31,8 +31,8 @@ LARGE_SLICE_BYTES: Final = 512 << 10
 """With `via="auto"` values are sliced if each slice has at least this size. Smaller ones cost more than they save."""
 
 
-def slices_from(via: Via, members: int) -> int | None:
-    """Returns the size, in bytes, from which on values are sliced; None: none are."""
+def slicing_bytes(via: Via, members: int) -> int | None:
+    """Returns the size in bytes from which on an allreduce slices values; None: it never does."""
     if members == 1 or via == "tree":
         return None
     return 1 if via == "ring" else members * LARGE_SLICE_BYTES
@@ -42,7 +42,7 @@ class Child(NamedTuple):
     """A member that sends a sum to its parent.
 
     Attributes:
-        earlier: its members come before those that the parent has added up so far.
+        earlier: the members in its sum come before those that the parent has added up so far.
     """
 
     member: int
@@ -62,8 +62,8 @@ class Place(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def place(members: tuple[int, ...], root: int, member: int) -> Place:
-    """Returns the place of one of the members, in the tree that leads to `root`."""
+def tree_place(members: tuple[int, ...], root: int, member: int) -> Place:
+    """Returns a member's place in the tree whose sums end at `root`; both are task ids."""
     span, head, me = Span(0, len(members)), members.index(root), members.index(member)
     parent: int | None = None
     children: list[Child] = []

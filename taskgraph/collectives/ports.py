@@ -15,7 +15,7 @@ To = str | int | Sequence[str | int]
 
 
 class Work(Protocol):
-    """The attempt that a processor works for."""
+    """What a processor needs of the attempt in which it runs."""
 
     task: int
     number: int
@@ -28,7 +28,7 @@ class Work(Protocol):
 
 
 class Ins(Protocol):
-    """What came in the inbound channels of a processor."""
+    """The values that came in the inbound channels of a processor, still encoded."""
 
     @property
     def size_bytes(self) -> int: ...

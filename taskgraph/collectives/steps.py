@@ -12,24 +12,24 @@ from typing import Any, ClassVar, Final
 from taskgraph.collectives import adding
 from taskgraph.collectives.plan import Op
 from taskgraph.collectives.ports import Ins, Outs
-from taskgraph.collectives.values import EveryEpoch, place
+from taskgraph.collectives.values import EveryEpoch, describe_place
 from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.compose import Derived
 from taskgraph.graph.values import encode
 from taskgraph.protocol.frozen import frozen
 
-__all__ = ["AddChildren", "AddShares", "Drop", "Exchange", "Relay", "nothing"]
+__all__ = ["AddChildren", "AddShares", "Drop", "Exchange", "Relay", "no_user_code"]
 
 
-def nothing() -> None:
-    """Stands for user code in processors that have none."""
+def no_user_code() -> None:
+    """Stands in for user code in internal processors. It is never called."""
 
 
 class _Internal(EveryEpoch):
     """Makes a compute that calls `run`: on the event loop, or in a thread if the values are large.
 
     Attributes:
-        is_brief: it touches no values.
+        is_brief: `run` only passes values on, so it needs no thread.
     """
 
     __slots__ = ()
@@ -46,10 +46,10 @@ class _Internal(EveryEpoch):
             else:  # the event loop has other work, too
                 await outs.work.run_in_thread(partial(self.run, ins, outs))
 
-        return _marked(compute)
+        return _mark_internal(compute)
 
 
-def _marked(compute: Callable[..., Any]) -> Callable[..., Any]:
+def _mark_internal(compute: Callable[..., Any]) -> Callable[..., Any]:
     compute.__taskgraph_stateless__ = True  # type: ignore[attr-defined]
     compute.__taskgraph_internal__ = True  # type: ignore[attr-defined]  # it shares nothing with code of the user
     return compute
@@ -79,7 +79,7 @@ class Relay(_Internal):
 
 @frozen
 class AddChildren(_Internal):
-    """Adds the sums of the children to what this task contributes.
+    """Adds the sums of the children to what this task contributes, and puts the total.
 
     Attributes:
         what: names the collective.
@@ -100,7 +100,7 @@ class AddChildren(_Internal):
 
     def run(self, ins: Ins, outs: Outs) -> None:
         work = outs.work
-        what, me, allocate = place(work, self.what), work.task, work.allocate
+        what, me, allocate = describe_place(work, self.what), work.task, work.allocate
         found = {me: adding.unpack(ins.encoded(self.own, me))}
         for child, _ in self.children:
             found[child] = adding.unpack(ins.encoded(self.up, child))
@@ -112,7 +112,7 @@ class AddChildren(_Internal):
         if adding.is_layout(total) and self.finishes:
             outs.put_encoded(self.to, _SLICED)
         elif self.finishes:
-            outs.put_encoded(self.to, adding.result(total, self.op, what, allocate))
+            outs.put_encoded(self.to, adding.encode_result(total, self.op, what, allocate))
         else:
             outs.put_encoded(self.to, adding.pack(total, what, allocate))
 
@@ -125,7 +125,7 @@ def _add_all(ins: Ins, outs: Outs, tag: str, members: tuple[int, ...], op: Op, w
 
 @frozen
 class AddShares(_Internal):
-    """Adds the shares of all members that belong to this task, and puts the result."""
+    """Adds up the shares for this task that all members sent, and puts the result."""
 
     what: str
     op: Op
@@ -134,9 +134,9 @@ class AddShares(_Internal):
     to: str
 
     def run(self, ins: Ins, outs: Outs) -> None:
-        what = place(outs.work, self.what)
+        what = describe_place(outs.work, self.what)
         total = _add_all(ins, outs, self.tag, self.members, self.op, what)
-        outs.put_encoded(self.to, adding.result(total, self.op, what, outs.work.allocate))
+        outs.put_encoded(self.to, adding.encode_result(total, self.op, what, outs.work.allocate))
 
 
 _SLICED: Final = encode(None)
@@ -178,16 +178,18 @@ class Exchange(_Internal):
             await ins.fetch(self.sums)
             await outs.work.run_in_thread(partial(self._join, ins, outs))
 
-        return _marked(compute)
+        return _mark_internal(compute)
 
     def _add(self, ins: Ins, outs: Outs) -> None:
-        """Adds the slices of all members that belong to this task, and puts the sum to all of them."""
-        what = place(outs.work, self.what)
+        """Adds up the slices for this task that all members sent, and puts the sum to all members."""
+        what = describe_place(outs.work, self.what)
         total = _add_all(ins, outs, self.slices, self.members, self.op, what)
         outs.put_encoded(self.sums, adding.pack(total, what, outs.work.allocate))
 
     def _join(self, ins: Ins, outs: Outs) -> None:
-        """Joins the sums of all slices to the result."""
+        """Joins the sums of all slices to the result, and supplies that to this task's own channel."""
         work = outs.work
-        total = adding.join([adding.unpack(ins.encoded(self.sums, member)) for member in self.members], work.allocate)
-        work.supply(self.to, adding.result(total, self.op, place(work, self.what), work.allocate))
+        total = adding.join_parts(
+            [adding.unpack(ins.encoded(self.sums, member)) for member in self.members], work.allocate
+        )
+        work.supply(self.to, adding.encode_result(total, self.op, describe_place(work, self.what), work.allocate))

@@ -17,11 +17,11 @@ from taskgraph.protocol.frozen import frozen
 from taskgraph.shape import is_stateless
 from taskgraph.signatures import returns_coroutine
 
-__all__ = ["CutAndPut", "EveryEpoch", "Put", "PutEach", "PutPartial", "PutSlices", "Then", "place"]
+__all__ = ["CutAndPut", "EveryEpoch", "Put", "PutEach", "PutPartial", "PutSlices", "Then", "describe_place"]
 
 
-def place(work: Work, what: str) -> str:
-    """Names a collective of a task in an epoch, for errors."""
+def describe_place(work: Work, what: str) -> str:
+    """Returns task, epoch and collective (`what`) as a text, for errors."""
     return f"task {work.task}, epoch {work.number}: {what}"
 
 
@@ -39,61 +39,61 @@ class EveryEpoch:
         return None
 
 
-class _OfUser(EveryEpoch):
+class _UserCode(EveryEpoch):
     """Makes a compute of user code that is called with `(epoch, ins)`, as a plain function or a coroutine."""
 
     __slots__ = ()
     arguments: ClassVar[tuple[str, ...]] = ("epoch", "ins")
 
-    def give(self, outs: Outs, value: Any) -> None:
-        """Puts what user code returned."""
+    def put_value(self, outs: Outs, value: Any) -> None:
+        """Puts what user code returned into the processor's channels."""
         raise NotImplementedError
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if returns_coroutine(function):
 
             async def compute_async(epoch: Any, ins: Ins, outs: Outs) -> None:
-                self.give(outs, await function(epoch, ins))
+                self.put_value(outs, await function(epoch, ins))
 
-            return _marked(compute_async, function)
+            return _copy_mark(compute_async, function)
 
         def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
-            self.give(outs, function(epoch, ins))
+            self.put_value(outs, function(epoch, ins))
 
-        return _marked(compute, function)
+        return _copy_mark(compute, function)
 
 
-def _marked(compute: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _copy_mark(compute: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     compute.__taskgraph_stateless__ = is_stateless(function)  # type: ignore[attr-defined]
     return compute
 
 
 @frozen
-class Then(_OfUser):
-    """Makes the sync point that reads the result."""
+class Then(_UserCode):
+    """Makes the sync point of `then`, which puts nothing."""
 
-    def give(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: Outs, value: Any) -> None:
         pass
 
 
 @frozen
-class Put(_OfUser):
+class Put(_UserCode):
     """Puts a value as it is."""
 
     tag: str
 
-    def give(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: Outs, value: Any) -> None:
         outs.put(self.tag, value)
 
 
 @frozen
-class PutEach(_OfUser):
+class PutEach(_UserCode):
     """Puts one value to each member."""
 
     tag: str
     members: tuple[int, ...]
 
-    def give(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: Outs, value: Any) -> None:
         for member, each in self._by_member(outs.work, value).items():
             outs.put(self.tag, each, to=member)
 
@@ -110,13 +110,13 @@ class PutEach(_OfUser):
         else:
             got = type(value).__name__
         raise GraphError(
-            f"{place(work, f'scatter of {self.tag!r}')}: return one value for each of the tasks "
+            f"{describe_place(work, f'scatter of {self.tag!r}')}: return one value for each of the tasks "
             f"{list(members)!r:.100}, as a list in this order or a dict {{task: value}}; it got {got}"
         )
 
 
 @frozen
-class PutPartial(_OfUser):
+class PutPartial(_UserCode):
     """Puts what this task contributes, to be added along the tree. A task that is alone puts the result.
 
     Attributes:
@@ -128,17 +128,19 @@ class PutPartial(_OfUser):
     tag: str
     alone: bool
 
-    def give(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: Outs, value: Any) -> None:
         allocate = outs.work.allocate
-        packed = adding.pack(_partial(outs.work, self.what, self.op, value), self.what, allocate)
+        packed = adding.pack(_make_partial(outs.work, self.what, self.op, value), self.what, allocate)
         if self.alone:
-            packed = adding.result(adding.unpack(packed), self.op, place(outs.work, self.what), allocate)
+            packed = adding.encode_result(
+                adding.unpack(packed), self.op, describe_place(outs.work, self.what), allocate
+            )
         outs.put_encoded(self.tag, packed)
 
 
 @frozen
-class PutSlices(_OfUser):
-    """Puts what this task contributes, to be added along the tree; of a large value its layout, and slices to all.
+class PutSlices(_UserCode):
+    """Puts what this task contributes, to be added along the tree; of a large value its layout, and a slice to each.
 
     Attributes:
         slices: the tag of the slices, an optional channel.
@@ -156,19 +158,19 @@ class PutSlices(_OfUser):
     def optional(self) -> tuple[str, ...]:
         return (self.slices,)
 
-    def give(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: Outs, value: Any) -> None:
         work, members = outs.work, self.members
-        partial = _partial(work, self.what, self.op, value)
+        partial = _make_partial(work, self.what, self.op, value)
         if partial.nbytes >= self.large:
-            parts = adding.slices(partial, len(members), self.what, work.allocate)
+            parts = adding.encode_slices(partial, len(members), self.what, work.allocate)
             for member, part in zip(members, parts, strict=True):
                 outs.put_encoded(self.slices, part, (member,))
-            partial = adding.layout_of(partial)
+            partial = adding.without_elements(partial)
         outs.put_encoded(self.tag, adding.pack(partial, self.what, work.allocate))
 
 
 @frozen
-class CutAndPut(_OfUser):
+class CutAndPut(_UserCode):
     """Puts to each member its share of the first axis of what this task contributes."""
 
     what: str
@@ -176,19 +178,19 @@ class CutAndPut(_OfUser):
     tag: str
     members: tuple[int, ...]
 
-    def give(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: Outs, value: Any) -> None:
         work, count = outs.work, len(self.members)
         for index, member in enumerate(self.members):
             try:
-                share = adding.share(value, self.op, index, count)
+                share = adding.cut_share(value, self.op, index, count)
             except JobError as error:
-                raise type(error)(f"{place(work, self.what)}: {error}") from None
-            partial = _partial(work, self.what, self.op, share)
+                raise type(error)(f"{describe_place(work, self.what)}: {error}") from None
+            partial = _make_partial(work, self.what, self.op, share)
             outs.put_encoded(self.tag, adding.pack(partial, self.what, work.allocate), (member,))
 
 
-def _partial(work: Work, what: str, op: Op, value: Any) -> adding.Partial:
+def _make_partial(work: Work, what: str, op: Op, value: Any) -> adding.Partial:
     try:
-        return adding.partial_of(value, op, work.allocate)
+        return adding.make_partial(value, op, work.allocate)
     except JobError as error:
-        raise type(error)(f"{place(work, what)}: {error}") from None
+        raise type(error)(f"{describe_place(work, what)}: {error}") from None

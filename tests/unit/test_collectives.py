@@ -15,7 +15,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.collectives import adding
-from taskgraph.collectives.plan import LARGE_SLICE_BYTES, place
+from taskgraph.collectives.plan import LARGE_SLICE_BYTES, tree_place
 from taskgraph.node.router import Router
 
 TASKS = [1, 2, 6, 9]
@@ -481,13 +481,13 @@ def test_the_tree_has_one_root_and_adds_alike_for_each(tasks: int) -> None:
 
     def text(root: int, member: int) -> str:
         found = str(member)
-        for child, earlier in place(members, root, member).children:
-            assert place(members, root, child).parent == member
+        for child, earlier in tree_place(members, root, member).children:
+            assert tree_place(members, root, child).parent == member
             found = f"({text(root, child)} {found})" if earlier else f"({found} {text(root, child)})"
         return found
 
     assert len({text(root, root) for root in members}) == 1
-    assert [place(members, root, root).parent for root in members] == [None] * tasks
+    assert [tree_place(members, root, root).parent for root in members] == [None] * tasks
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
