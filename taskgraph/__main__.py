@@ -4,7 +4,7 @@ import sys
 
 
 def entry() -> None:
-    """Runs the command line; Ctrl-C ends it without a traceback from the first, while it is imported, too."""
+    """Runs the command line and exits. Ctrl-C ends it without a traceback, also while it is still being imported."""
     try:
         from taskgraph.system.signals import obey_sigterm
 

@@ -24,8 +24,8 @@ from taskgraph.errors import (
     TaskGraphError,
     TransportError,
     UnknownJob,
-    no_process,
-    no_thread,
+    no_process_text,
+    no_thread_text,
 )
 from taskgraph.system.environment import set_thread_env
 from taskgraph.system.signals import obey_sigterm, stop_ignoring_children
@@ -49,7 +49,7 @@ _MORE_FILES = "`ulimit -n 1024` allows more"
 _COMMANDS = {name: where for group in COMMANDS.values() for name, where in group.items()}
 
 
-def _command(name: str) -> Callable[..., Any]:
+def _load_command(name: str) -> Callable[..., Any]:
     """Imports the function of a command, and returns it."""
     module, _, function = _COMMANDS[name].partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(f"taskgraph.commands.{module}"), function)
@@ -57,7 +57,12 @@ def _command(name: str) -> Callable[..., Any]:
 
 
 def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Runs one command; returns its exit code.
+
+    Args:
+        arguments: the words of the command line; None: those of this process.
+        function: the job function of a driver that calls `tg.main`; None: the command line names the driver.
+    """
     prepare_streams()  # first, so that no other file becomes a standard stream
     stop_ignoring_children()
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
@@ -72,9 +77,9 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
             made.print_help(sys.stderr)
             return USAGE
         if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _LEAST_FILES and files != resource.RLIM_INFINITY:
-            _print(f"only {files} files may be open at a time here: {_MORE_FILES}")
+            _print_error(f"only {files} files may be open at a time here: {_MORE_FILES}")
             return FAILED
-        command = _command(options.command)
+        command = _load_command(options.command)
         code = command(options, function) if options.command in _DRIVER_COMMANDS else command(options)
         if not isinstance(code, int):
             import uvloop
@@ -84,10 +89,10 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
         return int(code)
     except JobFailed as error:
         what = "the job was ended" if isinstance(error, JobCancelled) else "job failed"
-        _print(f"{what}: {error}", error)
+        _print_error(f"{what}: {error}", error)
         return FAILED
     except (CoordinationError, TransportError, UnknownJob) as error:
-        _print(str(error), error)
+        _print_error(str(error), error)
         if isinstance(error, CoordinationError):
             from taskgraph.launch.access import advice
 
@@ -95,19 +100,19 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
                 print(text, file=sys.stderr)
         return UNREACHABLE
     except TaskGraphError as error:
-        _print(str(error), error)
+        _print_error(str(error), error)
         return USAGE
     except KeyboardInterrupt:
-        _print("interrupted")
+        _print_error("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         drop_unwritten()  # the reader of our output has closed it
         return 0
     except (OSError, RuntimeError) as error:
-        text = no_thread(error) if isinstance(error, RuntimeError) else _host_error_text(error)
+        text = no_thread_text(error) if isinstance(error, RuntimeError) else _host_error_text(error)
         if not text:
             raise
-        _print(text, error)
+        _print_error(text, error)
         return FAILED
     finally:
         if not getattr(sys.stdout, "closed", False):  # a driver may have replaced standard output
@@ -122,7 +127,7 @@ def _host_error_text(error: OSError) -> str:
         return "the working directory was removed: `cd` to one that is there"
     from taskgraph.system.files import OF_THE_HOST
 
-    if (text := no_process(error)) or error.errno not in OF_THE_HOST:
+    if (text := no_process_text(error)) or error.errno not in OF_THE_HOST:
         return text
     where = "standard output" if drop_unwritten() else error.filename
     text = f"{where}: {error.strerror}" if where else str(error)
@@ -138,8 +143,8 @@ def _is_directory_removed() -> bool:
     return False
 
 
-def _print(text: str, error: Exception | None = None) -> None:
-    """Prints a text and the notes of an error to standard error."""
+def _print_error(text: str, error: Exception | None = None) -> None:
+    """Prints a text, and below it the notes of an error, to standard error."""
     from taskgraph.observe.screen import say
 
     for line in (text, *getattr(error, "__notes__", ())):
@@ -165,7 +170,7 @@ def _print_threads() -> None:
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
     if names and not main_thread.is_alive():
         text = f"done; waiting for threads that the driver started: {', '.join(names)}"
-        _print(f"{text} (Ctrl-C ends them; Python does not wait for threads with daemon=True)")
+        _print_error(f"{text} (Ctrl-C ends them; Python does not wait for threads with daemon=True)")
 
 
 def driver_main(function: JobFunction[...]) -> None:

@@ -182,7 +182,7 @@ class Work(Protocol):
         """Pulls the items of optional channels, each a (tag, producer), and waits until all have arrived."""
 
     def supply(self, tag: str, value: Encoded) -> None:
-        """Gives the item of a local channel; see `graph.compose.Derived`."""
+        """Supplies the item that a processor derived for a channel of its own task; see `graph.compose.Derived`."""
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...
@@ -308,7 +308,7 @@ class Epoch(Collectives):
         parallel: bool,
         wrapper: Wrapper | None = None,
     ) -> None:
-        """Adds a processor to the graph, as it was in the epoch before if it is declared alike."""
+        """Adds a processor to the graph. Reuses that of the epoch before if it is declared alike."""
         before = composition.before
         if before is not None and composition.add_repeated(
             compute, inbound, outbound, name, parallel, self._work, wrapper
@@ -316,15 +316,15 @@ class Epoch(Collectives):
             return
         composition.add(
             compute,
-            self._channels("inbound", inbound, composition) if inbound is not None else {},
-            self._channels("outbound", outbound, composition) if outbound is not None else {},
+            self._find_channels("inbound", inbound, composition) if inbound is not None else {},
+            self._find_channels("outbound", outbound, composition) if outbound is not None else {},
             name=name,
             parallel=parallel,
             declared=(inbound, outbound),
             wrapper=wrapper,
         )
 
-    def _group(
+    def _begin_collective(
         self, kind: str, tag: str, over: str, inbound: Sequence[str] | Mapping[str, To], root: int | None = None
     ) -> CollectiveDeclaration:
         composition = self._composing(f"{kind}() and other collectives are")
@@ -350,9 +350,9 @@ class Epoch(Collectives):
         ids = task_ids(self._work, to, self._place, f"request {method!r}")
         if len(ids) != 1:
             raise GraphError(f"{self._place()}: a request goes to one task, {to!r} names {len(ids) or 'no'} tasks")
-        return self._ask(ids[0], method, payload)
+        return self._send_request(ids[0], method, payload)
 
-    def _ask(self, to: int, method: str, payload: Any) -> Reply:
+    def _send_request(self, to: int, method: str, payload: Any) -> Reply:
         """Sends a request to a task whose id is known to be right."""
         what = f"request {method!r} of task {self._work.task}"
         value = encode(payload, what=what, allocate=self._work.allocate)
@@ -414,7 +414,9 @@ class Epoch(Collectives):
         """Ends the job when this epoch commits. To fail it instead, raise."""
         self._work.finish()
 
-    def _channels(self, which: str, given: Mapping[str, To], composition: Composition) -> dict[str, tuple[int, ...]]:
+    def _find_channels(
+        self, which: str, given: Mapping[str, To], composition: Composition
+    ) -> dict[str, tuple[int, ...]]:
         """Returns the tasks that each declared tag comes from or goes to. Raises GraphError for a wrong argument."""
         if type(given) is not dict and not isinstance(given, Mapping):
             tags = [given] if isinstance(given, str) else given if isinstance(given, list | tuple | set) else []
@@ -584,11 +586,11 @@ def job_seed(epoch: Epoch) -> int:
 def ask_service(epoch: Epoch, to: int, method: str, payload: Any = None) -> Reply:
     """Calls a handler of a task of a service, as `Epoch.request` does of the user's tasks."""
     epoch._refuse_messages("request")
-    return epoch._ask(to, method, payload)
+    return epoch._send_request(to, method, payload)
 
 
 def reply_future(reply: Reply) -> asyncio.Future[Encoded]:
-    """Returns a future of an answer as it comes. The caller need not wait for it."""
+    """Returns a future of the answer, still encoded. The caller need not wait for it."""
     answer = asyncio.wrap_future(reply._future)
     answer.add_done_callback(_mark_retrieved)
     return answer

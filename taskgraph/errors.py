@@ -109,14 +109,14 @@ USED_UP: Final = (
 """The advice if the system's error does not say which limit was reached."""
 
 
-def no_thread(error: BaseException) -> str:
+def no_thread_text(error: BaseException) -> str:
     """Returns the message for an error by which the system refused a thread; "" for any other error."""
     if not isinstance(error, RuntimeError) or message_text(error) != "can't start new thread":
         return ""
     return f"can't start new thread: {USED_UP}"
 
 
-def no_process(error: OSError) -> str:
+def no_process_text(error: OSError) -> str:
     """Returns the message for an error by which the system refused a process; "" for any other error."""
     if error.errno not in (errno.EAGAIN, errno.ENOMEM) or error.filename is not None:
         return ""

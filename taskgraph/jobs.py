@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, cast
 
 from taskgraph.errors import JobError, error_text
-from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain
+from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain_json
 from taskgraph.protocol.keys import NAME_RULE, is_name
-from taskgraph.services import Service, check_named, ids_of
+from taskgraph.services import Service, check_servables, ids_of
 from taskgraph.settings import Settings
 from taskgraph.signatures import signature
 from taskgraph.task import Task
@@ -152,7 +152,7 @@ class Job(Generic[T]):
     def _make_services(self) -> Iterator[Service]:
         """Yields the services of the job's tables and queues, which it checks."""
         for field_, kind in (("tables", "tg.Table"), ("queues", "tg.WorkQueue")):
-            given = check_named(field_, getattr(self, field_), kind)
+            given = check_servables(field_, getattr(self, field_), kind)
             object.__setattr__(self, field_, given)
             for name, one in given.items():
                 yield one.service(name, self.tasks)
@@ -217,7 +217,7 @@ class ElasticCall:
     Attributes:
         node: imports and returns the class of its nodes.
         checkpoint_every_s: time between two checkpoints, if the job keeps some.
-        communicator: makes the totals, on nodes with processes of their own; "": workers send each other their sums.
+        communicator: what makes the totals on nodes that are processes; "": workers send each other their sums.
     """
 
     function: Callable[..., Any]
@@ -319,16 +319,16 @@ class JobFunction(Generic[P]):
         for name, value in bound.arguments.items():
             several = self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if several else {name: value})
-        given = {name: plain(f"{self.__name__}({name}=...)", value) for name, value in given.items()}
+        given = {name: plain_json(f"{self.__name__}({name}=...)", value) for name, value in given.items()}
         # The function gets a copy, as nodes will pass it: its changes to a list must not reach the nodes.
-        made = self._made(copy.deepcopy(given))
+        made = self._call_function(copy.deepcopy(given))
         if not isinstance(made, Job):
             raise JobError(f"{self.__name__} must return a tg.Job, not {type(made).__name__}")
         origin = _JobCall(self, given, {name: getattr(made, name) for name in _NOT_IN_SPEC})
         return dataclasses.replace(made, name=made.name or self.__name__, _origin=origin)
 
-    def _made(self, arguments: dict[str, Any]) -> Job:
-        """Calls the user's function, and returns the job."""
+    def _call_function(self, arguments: dict[str, Any]) -> Job:
+        """Calls the user's function, and returns what it returned: a job, which the caller checks."""
         return cast(Job, self.__wrapped__(**arguments))
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ __all__ = [
     "options_of",
     "options_text",
     "parse",
-    "plain",
+    "plain_json",
 ]
 
 ARGPARSE: Final = "in place of argparse make its arguments parameters of the job function: `-o epochs=3` sets one"
@@ -63,7 +63,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, OptionInfo]:
         AttributeError,
     ):  # a name for type checkers only: take the types of defaults
         hints = {}
-    helps = _parse_help(inspect.getdoc(function) or "")
+    helps = _parse_args_section(inspect.getdoc(function) or "")
     found = {}
     for name, parameter in signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -97,7 +97,7 @@ def help_text(options: dict[str, OptionInfo]) -> str:
 
 def _type_text(hint: Any) -> str:
     """Formats a type, for `--help`."""
-    usable = any(kind is not type(None) and _suggest_for_type(kind) is None for kind in _members(hint))
+    usable = any(kind is not type(None) and _suggest_for_type(kind) is None for kind in _union_members(hint))
     return _describe_type(hint) if usable else f"{_type_name(hint)} (cannot be given)"
 
 
@@ -126,15 +126,15 @@ def parse(
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             known = "" if close and len(options) > _FEW else f"; its {kind}s are: {options_text(options)}"
             raise JobError(f"{function} has no {kind} {name!r}{hint}{known}")
-        given[name] = _convert(f"{kind} {name}", value, options[name].type)
+        given[name] = _parse_option(f"{kind} {name}", value, options[name].type)
     return given
 
 
 def check_fields(cls: type, given: Iterable[str], call: str = "") -> None:
-    """Raises JobError for names that are no fields of a dataclass.
+    """Raises JobError if one of the `given` names is no field of a dataclass.
 
     Args:
-        call: what the user has called; "": the class.
+        call: what the user called, for messages; "": the class.
     """
     title = call or cls.__name__
     known = [field.name for field in dataclasses.fields(cls) if not field.name.startswith("_")]
@@ -145,8 +145,11 @@ def check_fields(cls: type, given: Iterable[str], call: str = "") -> None:
             raise JobError(f"{title}({name}=...): {title} has no {name!r}; {hint}")
 
 
-def plain(what: str, value: Any) -> Any:
-    """Replaces numpy's numbers in a value by Python's.
+def plain_json(what: str, value: Any) -> Any:
+    """Returns a value as plain JSON values: numpy's numbers become Python's.
+
+    Args:
+        what: the value's name, for messages.
 
     Raises:
         JobError: JSON cannot carry the value exactly.
@@ -163,10 +166,10 @@ def plain(what: str, value: Any) -> Any:
             ) from None
         return value
     if type(value) is list:
-        return [plain(what, item) for item in value]
+        return [plain_json(what, item) for item in value]
     if type(value) is dict and all(type(key) is str for key in value):
-        return {key: plain(what, item) for key, item in value.items()}
-    kind = _unwrap(type(value))
+        return {key: plain_json(what, item) for key, item in value.items()}
+    kind = _unwrap_type(type(value))
     if kind is not type(value) and value.itemsize <= _FLOAT_BYTES:
         return kind(value)
     way_out = {"tuple": "; pass a list", "dict": " with other keys than str"}.get(
@@ -184,7 +187,7 @@ _FLOAT_BYTES = 8
 """A long double has more digits than a Python float."""
 
 
-def _parse_help(doc: str) -> dict[str, str]:
+def _parse_args_section(doc: str) -> dict[str, str]:
     """Reads {parameter: text} from the `Args:` section of a Google-style docstring."""
     helps: dict[str, str] = {}
     _, found, section = doc.partition("\nArgs:\n")
@@ -211,7 +214,7 @@ _ORDER_TRIED = {type(None): 0, int: 1, float: 2, str: 9}
 _SCALARS = (type(None), bool, int, float, str)
 
 
-def _convert(name: str, text: str, hint: Any) -> Any:
+def _parse_option(name: str, text: str, hint: Any) -> Any:
     """Converts the text of an option to a value of its type. Raises JobError if it is none."""
     for kind in _narrow_first(hint):
         if _suggest_for_type(kind) is None:
@@ -224,29 +227,29 @@ def _convert(name: str, text: str, hint: Any) -> Any:
             f"{name}={text!r}: its annotation is {_type_name(hint)}, and nodes get a job's arguments as JSON: annotate "
             f"the parameter with {instead}"
         )
-    expected = " or ".join(map(_describe_type, _members(hint)))
+    expected = " or ".join(map(_describe_type, _union_members(hint)))
     raise JobError(f"{name}={text!r}: expected {expected}")
 
 
-def _members(hint: Any) -> list[Any]:
+def _union_members(hint: Any) -> list[Any]:
     """Returns the member types of a union, or the type itself, without NewType and Annotated."""
-    hint = _unwrap(hint)
+    hint = _unwrap_type(hint)
     if get_origin(hint) not in (Union, types.UnionType):
         return [hint]
-    return [kind for member in get_args(hint) for kind in _members(member)]
+    return [kind for member in get_args(hint) for kind in _union_members(member)]
 
 
 def _narrow_first(hint: Any) -> list[Any]:
     """Returns the member types of a union in the order in which they are tried."""
-    return sorted(_members(hint), key=lambda kind: _ORDER_TRIED.get(kind, 3))
+    return sorted(_union_members(hint), key=lambda kind: _ORDER_TRIED.get(kind, 3))
 
 
-def _unwrap(hint: Any) -> Any:
+def _unwrap_type(hint: Any) -> Any:
     """Returns the type inside a NewType or Annotated; for numpy's number types, Python's."""
     if isinstance(hint, NewType):
-        return _unwrap(hint.__supertype__)
+        return _unwrap_type(hint.__supertype__)
     if get_origin(hint) is Annotated:
-        return _unwrap(get_args(hint)[0])
+        return _unwrap_type(get_args(hint)[0])
     cls = get_origin(hint) or hint
     if isinstance(cls, type) and cls.__module__ == "numpy" and cls.__name__ != "timedelta64":
         if issubclass(cls, numbers.Integral):
@@ -260,16 +263,16 @@ def _unwrap(hint: Any) -> Any:
 
 def _suggest_annotation(hint: Any) -> str | None:
     """Returns an annotation to use in place of a type that JSON cannot carry; None if JSON can carry the type."""
-    return next((instead for kind in _members(hint) if (instead := _suggest_for_type(kind)) is not None), None)
+    return next((instead for kind in _union_members(hint) if (instead := _suggest_for_type(kind)) is not None), None)
 
 
 def _suggest_for_type(kind: Any) -> str | None:
     """Returns an annotation to use in place of one type; None if JSON can carry the type."""
     if kind in (Any, object, *_SCALARS) or get_origin(kind) is Literal:
         return None
-    container, parts = _container(get_origin(kind) or kind), get_args(kind)
+    container, parts = _json_container(get_origin(kind) or kind), get_args(kind)
     if container is not None:
-        if container is dict and parts and any(not _is_key_type(key) for key in _members(parts[0])):
+        if container is dict and parts and any(not _is_key_type(key) for key in _union_members(parts[0])):
             return "dict[str, ...]: JSON has no other keys"
         return next(
             (instead for part in parts if part is not ... and (instead := _suggest_annotation(part)) is not None), None
@@ -294,7 +297,7 @@ def _is_key_type(kind: Any) -> bool:
 
 
 def _parse_value(text: str, raw: str, kind: Any) -> Any:
-    """Parses a text as a value of this type. Raises ValueError."""
+    """Parses a text as a value of one type, no union. Raises ValueError. `raw` is the text with its spaces."""
     if kind is str:
         return raw
     if kind is type(None):
@@ -322,7 +325,7 @@ def _parse_value(text: str, raw: str, kind: Any) -> Any:
     return _convert_json_to(json.loads(text), kind)
 
 
-def _container(origin: Any) -> type | None:
+def _json_container(origin: Any) -> type | None:
     """Returns the JSON container (list or dict) for a type such as Sequence, tuple or Mapping; None for others."""
     try:
         if origin is tuple or issubclass(list, origin):
@@ -362,7 +365,7 @@ def _convert_json_to(value: Any, kind: Any) -> Any:
         if any(type(choice) is type(value) and choice == value for choice in get_args(kind)):
             return value
         raise ValueError
-    container, parts = _container(get_origin(kind) or kind), get_args(kind)
+    container, parts = _json_container(get_origin(kind) or kind), get_args(kind)
     wanted: Any = kind if kind in _SCALARS else container
     if type(value) is not wanted:
         raise ValueError
@@ -376,7 +379,7 @@ def _convert_json_to(value: Any, kind: Any) -> Any:
 
 
 def _describe_type(kind: Any) -> str:
-    kind = _unwrap(kind)
+    kind = _unwrap_type(kind)
     if kind is bool:
         return "true or false"
     if get_origin(kind) is Literal:
@@ -384,7 +387,7 @@ def _describe_type(kind: Any) -> str:
     if kind is type(None):
         return "none"
     name = _type_name(kind)
-    return f"{name} as JSON" if _container(get_origin(kind) or kind) is not None else name
+    return f"{name} as JSON" if _json_container(get_origin(kind) or kind) is not None else name
 
 
 def _type_name(kind: Any) -> str:

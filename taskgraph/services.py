@@ -18,7 +18,7 @@ from taskgraph.protocol.keys import NAME_RULE, is_name
 if TYPE_CHECKING:
     from taskgraph.task import Task
 
-__all__ = ["Servable", "Service", "check_named", "ids_of"]
+__all__ = ["Servable", "Service", "check_servables", "ids_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Servable(Protocol):
     """What a job names in `tables` or `queues`."""
 
     def service(self, name: str, tasks: int) -> Service:
-        """Returns its tasks.
+        """Returns the service that this table or queue needs.
 
         Args:
             name: what the job calls it.
@@ -49,15 +49,15 @@ class Servable(Protocol):
         """
 
 
-def check_named(field: str, given: Any, kind: str) -> dict[str, Servable]:
-    """Returns what `Job(tables=...)` or `Job(queues=...)` got, as a dict.
+def check_servables(field: str, given: Any, kind: str) -> dict[str, Servable]:
+    """Checks what `Job(tables=...)` or `Job(queues=...)` got, and returns it as a dict.
 
     Args:
         field: "tables" or "queues".
         kind: the class that its values have, for the message.
 
     Raises:
-        JobError: it is no mapping of names to such objects.
+        JobError: `given` is no mapping of names to such objects.
     """
     if not isinstance(given, Mapping):
         raise JobError(f"Job({field}={given!r:.100}): must be a dict of names, as in {{'name': {kind}(...)}}")
@@ -70,7 +70,7 @@ def check_named(field: str, given: Any, kind: str) -> dict[str, Servable]:
 
 
 def ids_of(services: Iterable[Service], tasks: int) -> dict[str, tuple[int, ...]]:
-    """Returns the task ids of each service, by its title."""
+    """Returns the task ids of each service, by its title. They follow those of the user's `tasks`."""
     found, at = {}, tasks
     for service in services:
         found[service.title] = tuple(range(at, at + service.count))

@@ -18,8 +18,8 @@ _MINUTE, _HOUR, _DAY, _MONTH = 60, 3600, 86_400, 2_592_000
 """Upper limits of settings in seconds: no wait may last for ever, since a job that hangs in it would not say so."""
 
 
-def _up_to(most: int, default: Any, *, least: int | None = None) -> Any:
-    """Declares a setting: a number from `least` (None: above 0) to `most`."""
+def _number_up_to(most: int, default: Any, *, least: int | None = None) -> Any:
+    """Declares a field that takes numbers from `least` (None: above 0) to `most`."""
     return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
 
@@ -79,39 +79,39 @@ class Settings:
         JobError: there is no such setting, or the value is of the wrong type or out of range.
     """
 
-    lease_ttl_s: float = _up_to(_HOUR, 5.0)
-    lease_stall_s: float = _up_to(_HOUR, 2.0)
-    lost_after_s: float = _up_to(_DAY, 30.0)
-    min_in_sync: int = _up_to(1_000, 1, least=1)
-    admit_wait_s: float = _up_to(_DAY, 10.0, least=0)
-    epochs_ahead: int = _up_to(1_000_000, 64, least=0)
-    epochs_in_flight: int = _up_to(1_000, 4, least=1)
-    gather_s: float = _up_to(_MINUTE, 0.02, least=0)
-    start_wait_s: float = _up_to(_DAY, 15.0, least=0)
-    hand_over_s: float = _up_to(_HOUR, 2.0, least=0)
-    drain_s: float = _up_to(_DAY, 60.0, least=0)
-    takeover_stagger_s: float = _up_to(_MINUTE, 0.3, least=0)
-    connect_s: float = _up_to(_HOUR, 5.0)
-    ping_s: float = _up_to(_HOUR, 5.0)
-    ping_timeout_s: float = _up_to(_DAY, 20.0)
-    call_s: float = _up_to(_HOUR, 10.0)
-    refresh_s: float = _up_to(_MINUTE, 0.05)
-    stall_check_s: float = _up_to(_DAY, 2.0)
-    slow_compute_s: float = _up_to(_MONTH, 10.0)
-    cancel_s: float = _up_to(_MONTH, 60.0)
-    setup_s: float = _up_to(_MONTH, 600.0)
-    results_kept_s: float = _up_to(_MONTH, 300.0, least=0)
-    fatal_deaths: int = _up_to(1_000_000, 3, least=1)
-    device_failures: int = _up_to(1_000_000, 2, least=1)
-    device_memory: float = _up_to(1, 0.9)
-    blas_threads: int = _up_to(10_000, 1, least=1)
+    lease_ttl_s: float = _number_up_to(_HOUR, 5.0)
+    lease_stall_s: float = _number_up_to(_HOUR, 2.0)
+    lost_after_s: float = _number_up_to(_DAY, 30.0)
+    min_in_sync: int = _number_up_to(1_000, 1, least=1)
+    admit_wait_s: float = _number_up_to(_DAY, 10.0, least=0)
+    epochs_ahead: int = _number_up_to(1_000_000, 64, least=0)
+    epochs_in_flight: int = _number_up_to(1_000, 4, least=1)
+    gather_s: float = _number_up_to(_MINUTE, 0.02, least=0)
+    start_wait_s: float = _number_up_to(_DAY, 15.0, least=0)
+    hand_over_s: float = _number_up_to(_HOUR, 2.0, least=0)
+    drain_s: float = _number_up_to(_DAY, 60.0, least=0)
+    takeover_stagger_s: float = _number_up_to(_MINUTE, 0.3, least=0)
+    connect_s: float = _number_up_to(_HOUR, 5.0)
+    ping_s: float = _number_up_to(_HOUR, 5.0)
+    ping_timeout_s: float = _number_up_to(_DAY, 20.0)
+    call_s: float = _number_up_to(_HOUR, 10.0)
+    refresh_s: float = _number_up_to(_MINUTE, 0.05)
+    stall_check_s: float = _number_up_to(_DAY, 2.0)
+    slow_compute_s: float = _number_up_to(_MONTH, 10.0)
+    cancel_s: float = _number_up_to(_MONTH, 60.0)
+    setup_s: float = _number_up_to(_MONTH, 600.0)
+    results_kept_s: float = _number_up_to(_MONTH, 300.0, least=0)
+    fatal_deaths: int = _number_up_to(1_000_000, 3, least=1)
+    device_failures: int = _number_up_to(1_000_000, 2, least=1)
+    device_memory: float = _number_up_to(1, 0.9)
+    blas_threads: int = _number_up_to(10_000, 1, least=1)
     deal_devices: bool = True
-    max_value_bytes: int = _up_to(1 << 50, 1 << 40, least=1)
-    max_parked: int = _up_to(100_000_000, 100_000, least=1)
-    max_totals_bytes: int = _up_to(1 << 50, 1 << 30, least=1)
-    sliced_bytes: int = _up_to(1 << 50, 2 << 20, least=1)
-    events_kept: int = _up_to(1_000_000, 1000, least=1)
-    checkpoints_kept: int = _up_to(1_000_000, 3, least=1)
+    max_value_bytes: int = _number_up_to(1 << 50, 1 << 40, least=1)
+    max_parked: int = _number_up_to(100_000_000, 100_000, least=1)
+    max_totals_bytes: int = _number_up_to(1 << 50, 1 << 30, least=1)
+    sliced_bytes: int = _number_up_to(1 << 50, 2 << 20, least=1)
+    events_kept: int = _number_up_to(1_000_000, 1000, least=1)
+    checkpoints_kept: int = _number_up_to(1_000_000, 3, least=1)
     strict: bool = False
 
     def __new__(cls, *_: Any, **given: Any) -> Self:

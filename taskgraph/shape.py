@@ -20,8 +20,8 @@ __all__ = [
     "HandlerInfo",
     "TaskShape",
     "arguments_of",
-    "check_apart",
     "check_attributes",
+    "check_declared_once",
     "check_keywords",
     "check_state",
     "handles",
@@ -147,7 +147,7 @@ def arguments_of(shape: TaskShape, method: str) -> tuple[str, ...] | None:
 
 
 def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> None:
-    """Raises JobError for unknown keywords of a class. The caller has removed those of `base`.
+    """Raises JobError for unknown keywords in a class statement, without those that `base` takes.
 
     A mixin with an `__init_subclass__` of its own may take keywords, and checks them itself.
     """
@@ -204,8 +204,13 @@ def check_state(cls: type, state: Sequence[str], word: str = "state") -> None:
         raise JobError(f"class {cls.__name__}: {word} names an attribute twice: {list(state)}")
 
 
-def check_apart(cls: type, state: Sequence[str], shared: Sequence[str]) -> None:
-    """Raises JobError if a name in `shared`, of the class and its bases, is also declared as state by one of them."""
+def check_declared_once(cls: type, state: Sequence[str], shared: Sequence[str]) -> None:
+    """Raises JobError if a name is declared both as `shared` and as state, by the class or its bases.
+
+    Args:
+        state: the names that the class itself declares as state.
+        shared: the shared names of the class and its bases.
+    """
     own = {*state}
     for base in cls.__mro__[1:]:
         own |= {*vars(base).get("__taskgraph_state__", ())} - {*vars(base).get("__taskgraph_shared__", ())}
@@ -227,7 +232,7 @@ def make_shape(cls: type, base: type, state: Sequence[str], shared: Sequence[str
     if ("snapshot" in overrides) != ("restore" in overrides) and not (state and "restore" in overrides):
         one, other = ("snapshot", "restore") if "snapshot" in overrides else ("restore", "snapshot")
         raise JobError(f"class {cls.__name__} overrides {one} but not {other}: one undoes the other, define both")
-    handlers = _handlers(cls)
+    handlers = _find_handlers(cls)
     _check_stateless(cls, {info.method_name for info in handlers.values()})
     _check_spelling(cls, overrides, {info.method_name for info in handlers.values()})
     return TaskShape(
@@ -266,7 +271,7 @@ def _check_spelling(cls: type, overrides: frozenset[str], handlers: set[str]) ->
                 )
 
 
-def _handlers(cls: type) -> dict[str, HandlerInfo]:
+def _find_handlers(cls: type) -> dict[str, HandlerInfo]:
     """Returns {request name: handler}. A method inherits `@tg.handles` of the method that it overrides."""
     handlers: dict[str, HandlerInfo] = {}
     for attribute in dir(cls):

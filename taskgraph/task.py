@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from taskgraph.errors import JobError, StateError
-from taskgraph.shape import TaskShape, check_apart, check_keywords, check_state, make_shape
+from taskgraph.shape import TaskShape, check_declared_once, check_keywords, check_state, make_shape
 
 if TYPE_CHECKING:
     from taskgraph.epoch import Epoch
@@ -48,7 +48,7 @@ class BecameBackup(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeighborFailed(Event):
-    """Event: the primary of `task`, a neighbor along `link`, is suspected dead. It may still prove alive."""
+    """The primary of `task`, a neighbor along `link`, is suspected dead. It may still prove alive."""
 
     task: int
     link: str
@@ -127,9 +127,9 @@ class Task:
         super().__init_subclass__(**kwargs)
         check_state(cls, state)
         check_state(cls, shared, "shared")
-        equal = _declared(cls, "__taskgraph_shared__", shared)
-        all_state = _declared(cls, "__taskgraph_state__", (*state, *shared))
-        check_apart(cls, state, equal)
+        equal = _declared_names(cls, "__taskgraph_shared__", shared)
+        all_state = _declared_names(cls, "__taskgraph_state__", (*state, *shared))
+        check_declared_once(cls, state, equal)
         cls.__taskgraph_state__, cls.__taskgraph_shared__ = all_state, equal
         cls.__taskgraph_shape__ = make_shape(cls, Task, all_state, equal)
 
@@ -150,7 +150,8 @@ class Task:
                 if hasattr(type(self), name):
                     raise  # a property's own
                 raise StateError(
-                    f"{_title(self)} declares state {name!r}, but has no such attribute: set self.{name} in setup()"
+                    f"{_task_title(self)} declares state {name!r}, but has no such attribute: set self.{name} in "
+                    f"setup()"
                 ) from None
         return state or None
 
@@ -158,7 +159,7 @@ class Task:
         """Sets the state from a snapshot; you may write to its arrays."""
         given = {} if state is None else state
         if not isinstance(given, dict):
-            raise StateError(f"{_title(self)}: the default restore() takes a dict, not {type(given).__name__}")
+            raise StateError(f"{_task_title(self)}: the default restore() takes a dict, not {type(given).__name__}")
         declared = self.__taskgraph_state__
         missing = [name for name in declared if name not in given]
         extra = [str(name) for name in given if name not in declared]
@@ -166,7 +167,7 @@ class Task:
             both = (("lacks", missing), ("holds undeclared", extra))
             differ = " and ".join(f"{verb} {', '.join(map(repr, names))}" for verb, names in both if names)
             raise StateError(
-                f"{_title(self)}: the snapshot {differ}; the state declared is: {', '.join(declared) or 'none'}"
+                f"{_task_title(self)}: the snapshot {differ}; the state declared is: {', '.join(declared) or 'none'}"
             )
         for name, value in given.items():
             try:
@@ -176,8 +177,8 @@ class Task:
                 if not isinstance(made, property) or made.fset is not None:
                     raise  # a setter's own, or that of who keeps attributes from being set
                 raise StateError(
-                    f"{_title(self)}: state {name!r} is a property that cannot be set: declare what it is made of, or "
-                    f"give it a setter"
+                    f"{_task_title(self)}: state {name!r} is a property that cannot be set: declare what it is made "
+                    f"of, or give it a setter"
                 ) from None
 
     def result(self) -> Any:
@@ -197,16 +198,16 @@ class Task:
         """Called at the end of each living replica: the last chance to save work, within `Settings.cancel_s`."""
 
 
-def _declared(cls: type, attribute: str, added: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names that a class and all its bases declare, each once.
+def _declared_names(cls: type, attribute: str, added: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names that a class and all its bases declare, each once: those in `attribute`, and `added`.
 
-    The class has some itself where `@dataclass(slots=True)` makes it once more, without the keywords.
+    The class itself has some if `@dataclass(slots=True)` makes it once more, without the keywords.
     """
     inherited = (name for base in reversed(cls.__mro__) for name in vars(base).get(attribute, ()))
     return tuple(dict.fromkeys([*inherited, *added]))
 
 
-def _title(task: Task) -> str:
+def _task_title(task: Task) -> str:
     return f"task {vars(task).get('task_id', '?')} ({type(task).__name__})"
 
 

@@ -124,12 +124,12 @@ class Topology(Mapping[str, Link]):
         if link not in self._links:
             cached = ", ".join(repr(name) for name in self._links) or "none"
             raise GraphError(f"task {task_id}: there is no link {link!r}; the topology's links are: {cached}")
-        found = _ask(self._links[link], f"link {link!r}", task_id, tasks, epoch)
+        found = _call_link(self._links[link], f"link {link!r}", task_id, tasks, epoch)
         if link in self.constant and len(found) < self._cache_room:
             self._cache_room -= len(found) + 1
             self.cached[link, task_id, tasks] = found
         if found and (left := self._repeats_left.get(link)):
-            again = _ask(self._links[link], f"link {link!r}", task_id, tasks, epoch)
+            again = _call_link(self._links[link], f"link {link!r}", task_id, tasks, epoch)
             if again != found:
                 raise GraphError(
                     f"task {task_id}: link {link!r} names {list(found)} in epoch {epoch}, and {list(again)} when it "
@@ -153,8 +153,8 @@ def _check_parameters(what: str, link: Link) -> None:
         ) from None
 
 
-def _ask(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
-    """Calls a link, and returns the task ids. Raises GraphError if they are no such ids, or one is there twice."""
+def _call_link(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
+    """Calls a link, and returns the task ids. Raises GraphError if something is no task id, or is there twice."""
     given = link(task_id, tasks, epoch)
     if type(given) is range:  # nothing is in it twice, and its ends are its extremes
         found = tuple(given)
@@ -198,7 +198,7 @@ def as_topology(links: Mapping[str, Link]) -> Topology:
     return links if isinstance(links, Topology) else Topology(links)
 
 
-def _count(what: str, number: int) -> int:
+def _check_count(what: str, number: int) -> int:
     """Returns the number. Raises JobError unless it is an int of at least 1."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise JobError(f"{what} must be an int of at least 1, not {number!r}")
@@ -207,7 +207,7 @@ def _count(what: str, number: int) -> int:
 
 def tree(fanout: int = 2) -> Topology:
     """Links `parents` (one, or none for the root, task 0) and `children` (up to `fanout`)."""
-    _count("tree: fanout", fanout)
+    _check_count("tree: fanout", fanout)
     return _mark_constant(
         {
             "parents": lambda i, n, e: ((i - 1) // fanout,) if i else (),
@@ -246,7 +246,7 @@ def grid(rows: int, cols: int, periodic: bool = False) -> Topology:
     Raises:
         GraphError: when it is used; the job has not rows x cols tasks. It fails a job: JobFailed, with the same text.
     """
-    _count("grid: rows", rows), _count("grid: cols", cols)
+    _check_count("grid: rows", rows), _check_count("grid: cols", cols)
 
     def step(down: int, right: int) -> Link:
         def link(i: int, n: int, e: int) -> Sequence[int]:
@@ -271,7 +271,7 @@ def bipartite(servers: int) -> Topology:
         GraphError: when it is used; the job has no task left to be a worker. It fails a job: JobFailed, with the same
             text.
     """
-    _count("bipartite: servers", servers)
+    _check_count("bipartite: servers", servers)
 
     def check_workers(tasks: int) -> None:
         if tasks <= servers:
@@ -384,7 +384,7 @@ _Made = TypeVar("_Made")
 
 
 def _cache_latest(make: Callable[[_Key], tuple[_Made, int]]) -> Callable[[_Key], _Made]:
-    """Returns a function that caches `make(key)` for the latest keys; `make` also returns its number of pairs.
+    """Returns a function that caches `make(key)` for the latest keys. `make` returns a value and its number of pairs.
 
     Several threads may call it.
     """
@@ -425,7 +425,7 @@ def inverse(link: Link) -> Link:
         (tasks, epoch), pairs = key, 0
         back: dict[int, list[int]] = {}
         for task in range(tasks):
-            neighbors = _ask(link, what, task, tasks, epoch)
+            neighbors = _call_link(link, what, task, tasks, epoch)
             pairs += len(neighbors)
             for neighbor in neighbors:
                 back.setdefault(neighbor, []).append(task)

@@ -30,7 +30,7 @@ class Collectives:
 
     __slots__ = ()
 
-    def _group(
+    def _begin_collective(
         self, kind: str, tag: str, over: str, inbound: Sequence[str] | Mapping[str, To], root: int | None = None
     ) -> CollectiveDeclaration:
         """Returns what declares a collective of this task; raises GraphError for a wrong argument."""
@@ -63,7 +63,7 @@ class Collectives:
             GraphError: a wrong argument, or called outside `compose`. While it runs, JobFailed: values that differ, or
                 that cannot be added.
         """
-        self._group("allreduce", tag, over, inbound).allreduce(value, then, op, via)
+        self._begin_collective("allreduce", tag, over, inbound).allreduce(value, then, op, via)
 
     def reduce(
         self,
@@ -77,7 +77,7 @@ class Collectives:
         op: Op = "sum",
     ) -> None:
         """Adds up the values of all members, as `allreduce`, along the tree. Only the task `root` gets the sum."""
-        self._group("reduce", tag, over, inbound, root).reduce(value, then, op)
+        self._begin_collective("reduce", tag, over, inbound, root).reduce(value, then, op)
 
     def broadcast(
         self,
@@ -90,7 +90,7 @@ class Collectives:
         inbound: Sequence[str] | Mapping[str, To] = (),
     ) -> None:
         """Every member gets the value of the task `root`, down the tree. Only there is `value` called."""
-        self._group("broadcast", tag, over, inbound, root).broadcast(value, then)
+        self._begin_collective("broadcast", tag, over, inbound, root).broadcast(value, then)
 
     def gather(
         self,
@@ -103,7 +103,7 @@ class Collectives:
         inbound: Sequence[str] | Mapping[str, To] = (),
     ) -> None:
         """The task `root` gets the values of all members, `ins.all(tag)`: {task: value}. Only it has `then`."""
-        self._group("gather", tag, over, inbound, root).gather(value, then)
+        self._begin_collective("gather", tag, over, inbound, root).gather(value, then)
 
     def allgather(
         self,
@@ -115,7 +115,7 @@ class Collectives:
         inbound: Sequence[str] | Mapping[str, To] = (),
     ) -> None:
         """Every member gets the values of all members, `ins.all(tag)`: {task: value}."""
-        self._group("allgather", tag, over, inbound).allgather(value, then)
+        self._begin_collective("allgather", tag, over, inbound).allgather(value, then)
 
     def scatter(
         self,
@@ -128,7 +128,7 @@ class Collectives:
         inbound: Sequence[str] | Mapping[str, To] = (),
     ) -> None:
         """Each member gets one of the values that the task `root` gives: a list, or {task: value}."""
-        self._group("scatter", tag, over, inbound, root).scatter(value, then)
+        self._begin_collective("scatter", tag, over, inbound, root).scatter(value, then)
 
     def reduce_scatter(
         self,
@@ -141,4 +141,4 @@ class Collectives:
         op: Op = "sum",
     ) -> None:
         """Adds up arrays, as `allreduce`. Each member gets its share of the first axis: `tg.shard` by its place."""
-        self._group("reduce_scatter", tag, over, inbound).reduce_scatter(value, then, op)
+        self._begin_collective("reduce_scatter", tag, over, inbound).reduce_scatter(value, then, op)

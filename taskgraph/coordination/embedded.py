@@ -29,7 +29,7 @@ from types import TracebackType
 
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.public import Public, address_of, keeping_options
-from taskgraph.errors import USED_UP, CoordinationError, Unavailable, no_process
+from taskgraph.errors import USED_UP, CoordinationError, Unavailable, no_process_text
 from taskgraph.system import host
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.files import LockedFolder, may_hold_sockets
@@ -377,7 +377,7 @@ async def version_of(binary: Path) -> str:
             env=_environment(),
         )
     except OSError as error:
-        if no_process(error):  # another etcd would not help
+        if no_process_text(error):  # another etcd would not help
             raise
         raise CoordinationError(f"{binary} cannot be run: {_os_error_text(binary, error)}; {_ADVICE}") from error
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.driver.sources import file_of, is_installed, module_of
+from taskgraph.driver.sources import file_of, is_installed, namespace_of
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.options import ARGPARSE
 
@@ -72,7 +72,7 @@ class DriverRef:
         if self.kind != "file":
             if self.root and Path(self.root).is_dir():
                 add_to_path(self.root)
-            return _find(load_module(self.location), self.function, self.location)
+            return _find_job_function(load_module(self.location), self.function, self.location)
         path = Path(self.location)
         if not path.is_file():
             here = Path(path.name)
@@ -80,11 +80,11 @@ class DriverRef:
                 where = _working_directory() or "the working directory, which was removed"
                 raise JobError(f"there is no file {path} on this host, and no {path.name} in {where}")
             path = here.resolve()
-        return _find(load_file(path), self.function, str(path))
+        return _find_job_function(load_file(path), self.function, str(path))
 
 
 def load_driver(text: str) -> JobFunction[...]:
-    """Loads the job function that `module[:function]` or `path.py[:function]` names (default: the only one there).
+    """Loads the job function that `module[:function]` or `path.py[:function]` names. Without a function: the only one.
 
     Raises:
         JobError: there is no such file, module or function, or importing it failed.
@@ -93,11 +93,11 @@ def load_driver(text: str) -> JobFunction[...]:
     if not colon or not (function.isidentifier() or not function):
         location, function = text, ""
     if location.endswith(".py") or "/" in location or Path(location).is_file() or not location.strip("."):
-        return _find(load_file(Path(location)), function, location)
-    return _find(load_module(location), function, location)
+        return _find_job_function(load_file(Path(location)), function, location)
+    return _find_job_function(load_module(location), function, location)
 
 
-def _find(module: ModuleType, name: str, location: str) -> JobFunction[...]:
+def _find_job_function(module: ModuleType, name: str, location: str) -> JobFunction[...]:
     from taskgraph.jobs import JobFunction  # what a driver needs; most commands do without
 
     jobs: dict[str, JobFunction[...]] = {}
@@ -148,7 +148,7 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Imports a driver's file. Raises JobError, with the place, if that fails."""
+    """Imports a driver's file, unless it is imported already. Raises JobError, with the place, if that fails."""
     path = path.resolve()
     if not path.is_file():
         sources = [file.name for file in sorted(path.glob("*.py") if path.is_dir() else path.parent.glob("*.py"))]
@@ -186,7 +186,7 @@ def _import_spec(name: str, path: Path) -> tuple[ModuleSpec, Loader]:
 
 
 def _package_hint(path: Path, error: BaseException | None) -> str:
-    """Says how to name a driver that failed to import because it is in a package; "": another reason."""
+    """Returns how to name a driver whose import failed because it is in a package; "": it failed for another reason."""
     if not isinstance(error, ImportError):
         return ""
     relative = "attempted relative import" in str(error)
@@ -199,9 +199,9 @@ def _package_hint(path: Path, error: BaseException | None) -> str:
 
 
 def _module_name(path: Path) -> str:
-    """Returns a name for the driver's module: its stem, so that files beside it import the same module.
+    """Returns a name for a driver's module: the file's stem, so that files beside it import the same module.
 
-    A stem of the standard library or of another driver is changed, and a dot, which would mean a package.
+    Changes a stem that is a name of the standard library or of another driver, and dots, which would mean a package.
     """
     stem = path.stem.replace(".", "_")
     tries = [] if stem in sys.stdlib_module_names else [stem]
@@ -230,7 +230,7 @@ def add_to_path(folder: str) -> None:
 
 @contextlib.contextmanager
 def _importing_driver(what: str) -> Iterator[None]:
-    """While a driver is imported: turns errors of its code into JobError with the place, and forbids to start jobs."""
+    """A `with` block that imports a driver: errors of its code become JobError with the place. It must start no job."""
     token = _importing.set(what)
     try:
         yield
@@ -246,7 +246,7 @@ def _importing_driver(what: str) -> Iterator[None]:
 
 
 def _loop_hint(error: Exception) -> str:
-    """Says what to do about a driver that runs an event loop while it is imported; "": it does not."""
+    """Returns what to do about a driver that runs an event loop while it is imported; "": the error is another one."""
     if not isinstance(error, RuntimeError) or "event loop" not in str(error):
         return ""
     return (
@@ -283,7 +283,7 @@ def _job_error(what: str, error: Exception, hint: str = "") -> JobError:
 
 
 def check_not_importing(job: str) -> None:
-    """Raises JobError if a driver starts a job while it is imported: every node would start it again."""
+    """Raises JobError if a driver is being imported. It must not start the job: every node would start it again."""
     if _importing.get():
         raise JobError(
             f"{_importing.get()} starts job {job!r} while it is imported, and every node imports it: put that under "
@@ -292,12 +292,12 @@ def check_not_importing(job: str) -> None:
 
 
 def note_piece(at_work: bool) -> None:
-    """Notes that this thread computes a piece of a map or of `run.shards`, or has ended it."""
+    """Notes that this thread begins to compute a piece of a map or of `run.shards` (True), or has ended it (False)."""
     _in_piece.set(at_work)
 
 
 def check_not_in_piece(job: str) -> None:
-    """Raises JobError in a piece: nodes that start nodes would be many."""
+    """Raises JobError if this thread computes a piece: nodes that start nodes would be many."""
     if _in_piece.get():
         raise JobError(f"job {job!r} is started in a piece, where it can run in that process only: give it nodes=0")
 
@@ -312,7 +312,7 @@ def check_no_loop(what: str, instead: str) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the place (file and line) of the user's own code that an error's traceback ends in."""
+    """Returns ` (at FILE, line N)`: the last place of an error's traceback that is in the user's code; "": none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (at {error.filename}, line {error.lineno})"
     place = ""
@@ -332,7 +332,7 @@ def reference_of(function: JobFunction[...]) -> DriverRef:
         JobError: it was defined interactively, in a zip archive, or in a file that can be run and not imported; or its
             module does not have it.
     """
-    path, module = file_of(function), module_of(function)
+    path, module = file_of(function), namespace_of(function)
     if path is None:
         file = module.get("__file__") or "<stdin>"
         how = "was defined interactively" if file.startswith("<") else f"is in {file}, which is no plain file"

@@ -19,7 +19,7 @@ from taskgraph.version import PROTOCOL, VERSION
 if TYPE_CHECKING:
     from taskgraph.jobs import JobFunction
 
-__all__ = ["file_of", "fingerprint", "is_installed", "module_of", "parse"]
+__all__ = ["file_of", "fingerprint", "is_installed", "namespace_of", "parse_source"]
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -41,10 +41,10 @@ def fingerprint(function: JobFunction[...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def module_of(function: JobFunction[...]) -> dict[str, Any]:
+def namespace_of(function: JobFunction[...]) -> dict[str, Any]:
     """Returns the namespace of a job function's module.
 
-    They are taken from the function: with `python -m cProfile fit.py` the driver's name is `__main__`, and
+    Takes the names from the function: with `python -m cProfile fit.py` the driver's name is `__main__`, and
     `sys.modules["__main__"]` is the profiler.
     """
     names: dict[str, Any] = inspect.unwrap(function.__wrapped__).__globals__
@@ -53,7 +53,7 @@ def module_of(function: JobFunction[...]) -> dict[str, Any]:
 
 def file_of(function: JobFunction[...]) -> Path | None:
     """Returns the file of a job function; None: it was defined at a prompt."""
-    file = module_of(function).get("__file__")
+    file = namespace_of(function).get("__file__")
     if not file and function.__module__ == "__main__":  # `python -i` takes it away once the script is through
         file = inspect.unwrap(function.__wrapped__).__code__.co_filename
     return Path(file).resolve() if file and Path(file).is_file() else None
@@ -80,14 +80,14 @@ def _local_sources(root: Path, driver: Path) -> dict[str, Path]:
     return sources
 
 
-def parse(path: Path) -> ast.Module:
-    """Parses a source file.
+def parse_source(path: Path) -> ast.Module:
+    """Parses a source file to its syntax tree.
 
     Stops the garbage collector meanwhile: on Python 3.11 a finalizer that runs while a tree is built makes parsing fail
     ("AST constructor recursion depth mismatch").
 
     Raises:
-        SyntaxError, ValueError, OSError: it cannot be read.
+        SyntaxError, ValueError, OSError: the file cannot be parsed or read.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -101,7 +101,7 @@ def parse(path: Path) -> ast.Module:
 def _imported_files(path: Path, bases: list[Path]) -> list[Path]:
     """Returns the files below `bases` that the import statements of one source name."""
     try:
-        tree = parse(path)
+        tree = parse_source(path)
     except (SyntaxError, ValueError):
         return []  # its import fails, too, and reports the error
     found: set[Path] = set()

@@ -101,12 +101,12 @@ class JobSpec:
 
     @property
     def own_tasks(self) -> int:
-        """How many tasks the user asked for: those of services come on top."""
+        """How many tasks the user asked for, without those of services."""
         return self.tasks - sum(self.services.values())
 
     @property
     def unit(self) -> str:
-        """What its checkpoints count: "epoch", or "sum" if it is elastic."""
+        """What the job's checkpoints count: "epoch", or "sum" if the job is elastic."""
         return "sum" if self.elastic else "epoch"
 
     def to_bytes(self) -> bytes:
@@ -124,7 +124,7 @@ class JobSpec:
             raise DecodeError(f"not a job's spec: {data[:200]!r} ({error})") from error
 
     def setting(self, name: str) -> Any:
-        """Returns a setting, or its default if the taskgraph that submitted the job does not know it."""
+        """Returns a setting of the job, or its default if the version that submitted the job does not know it."""
         return self.settings.get(name, getattr(_DEFAULTS, name))
 
     def check_protocol(self) -> None:

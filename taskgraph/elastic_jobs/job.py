@@ -98,7 +98,7 @@ class ElasticFunction(JobFunction[P], Generic[P, T]):
         """
         return super().__call__(*args, **kwargs)
 
-    def _made(self, arguments: dict[str, Any]) -> Job:
+    def _call_function(self, arguments: dict[str, Any]) -> Job:
         pytorch()  # the launcher, too, decodes tensors of the job's value
         given = self._options_for(arguments)
         call = ElasticCall(_in_turn(self.__wrapped__), arguments, _node, given.checkpoint_every_s, given.communicator)

@@ -26,7 +26,7 @@ from taskgraph.elastic_jobs.seeding import derived_seed
 from taskgraph.errors import StepError
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
-from taskgraph.sources.reading import Source, order, pieces_of, rows_of
+from taskgraph.sources.reading import Source, pass_order, pieces_of, rows_of
 
 __all__ = ["LaneOptions", "Lanes", "packed_pieces", "unpacked_pieces"]
 
@@ -333,7 +333,7 @@ class _Reader:
 
 @lru_cache(maxsize=2)
 def _order(count: int, pass_number: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
-    return order(count, pass_number, seed, shuffle)
+    return pass_order(count, pass_number, seed, shuffle)
 
 
 def _expanded(spans: NDArray[np.int64]) -> NDArray[np.int64]:

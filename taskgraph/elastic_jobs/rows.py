@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.errors import StepError
-from taskgraph.sources.reading import order
+from taskgraph.sources.reading import pass_order
 
 __all__ = ["Rows", "check_numbers", "check_same"]
 
@@ -109,4 +109,4 @@ def check_same(arguments: Mapping[str, int], before: Mapping[str, int]) -> None:
 @lru_cache(maxsize=2)
 def _order(rows: Rows, pass_number: int) -> NDArray[np.int64]:
     """Returns the order of the rows in a pass, read-only."""
-    return order(rows.rows, pass_number, rows.seed, rows.shuffle)
+    return pass_order(rows.rows, pass_number, rows.seed, rows.shuffle)

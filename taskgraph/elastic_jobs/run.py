@@ -24,7 +24,7 @@ from taskgraph.errors import StateError, StepError, TableError
 from taskgraph.options import check_fields
 from taskgraph.protocol.dealing import Ledger
 from taskgraph.results import Failed
-from taskgraph.sources.reading import Source, Values, as_source, digest_of, is_source, pieces_of
+from taskgraph.sources.reading import Source, Values, as_source, is_source, pieces_digest, pieces_of
 from taskgraph.tables.options import TableOptions
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Run:
             number, passes=passes, seed=seed, shuffle=shuffle, overlap=True, attempts=attempts, on_error=on_error
         )
         options = f"{passes=}, {shuffle=}, {attempts=}, {on_error=}"
-        what = f"run.shards of {number} pieces (digest {digest_of(pieces)}), {options}"
+        what = f"run.shards of {number} pieces (digest {pieces_digest(pieces)}), {options}"
         self._shards = Shards(self, of, pieces, ledger, what)
         return self._shards
 

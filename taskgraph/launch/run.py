@@ -32,7 +32,7 @@ from taskgraph.errors import (
     TaskGraphError,
     Unavailable,
     UnknownJob,
-    no_thread,
+    no_thread_text,
 )
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.access import Access, etcd_access, node_access
@@ -150,7 +150,7 @@ def _refuse_at_the_end(job: str) -> None:
     try:
         probe.start()
     except RuntimeError as error:
-        if no_thread(error):  # a limit on threads: other code reports that
+        if no_thread_text(error):  # a limit on threads: other code reports that
             return
         raise JobError(
             f"job {job!r} cannot be run, as no thread can be started ({error}): run it before the main thread "

@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from taskgraph.errors import no_process
+from taskgraph.errors import no_process_text
 from taskgraph.node.config import NodeConfig
 from taskgraph.system.signals import stop_ignoring_children
 
@@ -90,7 +90,7 @@ def _fork(
         try:
             child = os.fork()
         except OSError as error:
-            answer: dict[str, Any] = {"error": no_process(error) or str(error)}
+            answer: dict[str, Any] = {"error": no_process_text(error) or str(error)}
         else:
             if not child:
                 _fork_and_end(server, pipes, say, may_begin, begin, config, output, main)
@@ -146,7 +146,7 @@ def _fork_and_end(
         try:
             node = os.fork()
         except OSError as error:
-            say.write(json.dumps({"error": no_process(error) or str(error)}).encode())
+            say.write(json.dumps({"error": no_process_text(error) or str(error)}).encode())
             os._exit(1)
         if node:
             say.write(json.dumps({"pid": node}).encode())

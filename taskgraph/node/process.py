@@ -45,7 +45,14 @@ from taskgraph.coordination.opening import open_coordinator
 from taskgraph.device.cuda import bound_memory, device_count
 from taskgraph.device.visible import VISIBLE
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, no_thread
+from taskgraph.errors import (
+    CoordinationError,
+    FingerprintMismatch,
+    JobError,
+    TaskGraphError,
+    Unavailable,
+    no_thread_text,
+)
 from taskgraph.graph.values import begin_digest, verify
 from taskgraph.jobs import Job
 from taskgraph.network.tls import Tls
@@ -486,7 +493,7 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
         _print_last(f"user code called sys.exit({error.code!r}) in an asyncio task of its own, which ends the process")
         intended = False
     except BaseException as error:
-        why = no_thread(error)
+        why = no_thread_text(error)
         _print_last(f"the node cannot go on: {why}" if why else f"the node cannot go on\n{traceback.format_exc()}")
         intended = False
     if code in (OK, config.drained_code):

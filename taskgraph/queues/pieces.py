@@ -81,9 +81,9 @@ class PieceEpoch(Epoch):
         self.acted = True
         super().flag(to, meta)
 
-    def _ask(self, to: int, method: str, payload: Any) -> Reply:
+    def _send_request(self, to: int, method: str, payload: Any) -> Reply:
         self.acted = True
-        return super()._ask(to, method, payload)
+        return super()._send_request(to, method, payload)
 
     def hold(self, why: str) -> Hold:
         self.acted = True

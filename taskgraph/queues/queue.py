@@ -10,7 +10,7 @@ from taskgraph.errors import JobError
 from taskgraph.protocol.dealing import Ledger
 from taskgraph.queues.service import QueueTask
 from taskgraph.services import Service
-from taskgraph.sources.reading import Source, as_source, digest_of, pieces_of
+from taskgraph.sources.reading import Source, as_source, pieces_digest, pieces_of
 
 __all__ = ["WorkQueue", "service_title"]
 
@@ -77,7 +77,7 @@ class WorkQueue:
         with self._finding:
             if self._pieces is None:
                 found = pieces_of(self.source)
-                self._digest, self._pieces = digest_of(found), found
+                self._digest, self._pieces = pieces_digest(found), found
             return self._pieces
 
     @property

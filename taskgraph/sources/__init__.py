@@ -11,7 +11,7 @@ read lines, CSV and Parquet. Packages that only some sources need are imported w
 from taskgraph.sources.delimited import csv
 from taskgraph.sources.locations import files
 from taskgraph.sources.parquet import parquet
-from taskgraph.sources.reading import Source, Values, as_source, content_of, is_source, order, pieces_of, rows_of
+from taskgraph.sources.reading import Source, Values, as_source, content_of, is_source, pass_order, pieces_of, rows_of
 from taskgraph.sources.text import lines
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "files",
     "is_source",
     "lines",
-    "order",
     "parquet",
+    "pass_order",
     "pieces_of",
     "rows_of",
 ]

@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.errors import JobError
-from taskgraph.sources.locations import Url, find, is_compressed, open_file
+from taskgraph.sources.locations import Url, find_files, is_compressed, open_file
 from taskgraph.sources.text import (
     BLOCK_BYTES,
     Range,
+    byte_ranges,
     check_count,
-    decoded,
+    decode_line,
     lines_between,
-    ranges,
-    skip_mark,
-    whole_text,
+    read_range_as_text,
+    skip_byte_order_mark,
 )
 
 __all__ = ["Csv", "csv"]
@@ -31,11 +31,11 @@ _QUOTE: Final = 34
 
 
 class _UnusualQuotes(Exception):
-    """A quote stands within a field that does not begin with one, so quotes cannot just be counted."""
+    """A quote stands within a field that does not begin with one: counting quotes does not find where records end."""
 
 
 class Csv:
-    """Records as a source. Arguments as in `csv`."""
+    """The source that `csv` makes; the same arguments."""
 
     def __init__(self, url: Url, size: int, delimiter: str) -> None:
         self._url, self._size = url, check_count(size, "tg.csv")
@@ -47,7 +47,7 @@ class Csv:
     def pieces(self) -> list[Range]:
         """Returns ranges of bytes, sorted by path. Reads all files once, apart from compressed ones."""
         found: list[Range] = []
-        for path, size in find(self._url, "tg.csv"):
+        for path, size in find_files(self._url, "tg.csv"):
             if is_compressed(path):
                 found.append((path, size, 0, -1))
                 continue
@@ -60,19 +60,19 @@ class Csv:
             _, start = self._header(file, path, size)
             try:
                 file.seek(start)
-                return list(ranges(_record_ends(file, start, self._delimiter), start, self._size))
+                return list(byte_ranges(_record_ends(file, start, self._delimiter), start, self._size))
             except _UnusualQuotes:
                 file.seek(start)
-                return list(ranges(_parsed_ends(file, start, self._delimiter), start, self._size))
+                return list(byte_ranges(_parsed_ends(file, start, self._delimiter), start, self._size))
         except standard.Error as error:
-            raise _not_read(path, error, 0) from error
+            raise _csv_error(path, error, 0) from error
 
     def _header(self, file: IO[bytes], path: str, size: int | None) -> tuple[list[str], int]:
-        """Returns the names of the columns, and where the first record begins. Reads them once for each file."""
+        """Returns the names of the columns, and the byte where the first record begins. Reads a file's header once."""
         if (path, size) not in self._headers:
             file.seek(0)
-            start = skip_mark(file)
-            read = _Consumed(lines_between(file, start, -1), path)
+            start = skip_byte_order_mark(file)
+            read = _CountedLines(lines_between(file, start, -1), path)
             names = next(standard.reader(read, delimiter=self._delimiter), [])
             if len(set(names)) < len(names):
                 twice = next(name for name in names if names.count(name) > 1)
@@ -87,9 +87,9 @@ class Csv:
             names, start = self._header(file, path, size)
             at, text = first or start, None
             if 0 <= end - first <= BLOCK_BYTES:
-                text = whole_text(path, size, first, end)
+                text = read_range_as_text(path, size, first, end)
             file.seek(at)
-            lines: Iterable[str] = _Consumed(lines_between(file, at, end), path)
+            lines: Iterable[str] = _CountedLines(lines_between(file, at, end), path)
             if text is not None:
                 lines = io.StringIO(text, newline="\n")  # no newline of another kind is translated, or ends a line
             records = standard.reader(lines, delimiter=self._delimiter)
@@ -103,7 +103,7 @@ class Csv:
                             f"{self._delimiter.join(record)[:80]!r}: correct the file, or give delimiter=..."
                         )
             except standard.Error as error:
-                raise _not_read(path, error, at) from error
+                raise _csv_error(path, error, at) from error
 
 
 def csv(url: Url, size: int = 1000, delimiter: str = ",") -> Csv:
@@ -123,12 +123,12 @@ def csv(url: Url, size: int = 1000, delimiter: str = ",") -> Csv:
     return Csv(url, size, delimiter)
 
 
-def _not_read(path: str, error: standard.Error, at: int) -> JobError:
+def _csv_error(path: str, error: standard.Error, at: int) -> JobError:
     return JobError(f"Python's csv cannot read {path}, from byte {at} on: {error}")
 
 
-class _Consumed:
-    """Decodes lines for a reader that takes as many as it needs, and counts their bytes."""
+class _CountedLines:
+    """Decodes lines for Python's csv reader, which takes as many as it needs, and counts the bytes taken."""
 
     def __init__(self, lines: Iterator[bytes], path: str) -> None:
         self.bytes = 0
@@ -137,11 +137,11 @@ class _Consumed:
     def __iter__(self) -> Iterator[str]:
         for line in self._lines:
             self.bytes += len(line)
-            yield decoded(line, self._path)
+            yield decode_line(line, self._path)
 
 
 def _record_ends(file: IO[bytes], at: int, delimiter: str) -> Iterator[NDArray[np.int64]]:
-    """Yields where records end, block by block: at newlines with an even number of quotes before them.
+    """Yields the bytes behind the records, block by block: they end at newlines with an even number of quotes before.
 
     Raises:
         _UnusualQuotes: an opening quote does not begin a field.
@@ -168,7 +168,7 @@ def _record_ends(file: IO[bytes], at: int, delimiter: str) -> Iterator[NDArray[n
 
 
 def _parsed_ends(file: IO[bytes], at: int, delimiter: str) -> Iterator[Sequence[int]]:
-    """Yields where records end, one by one, as Python's own reader finds them."""
+    """Yields the bytes behind the records, one by one, as Python's csv reader finds them: slower, and always right."""
     read = 0
 
     def lines() -> Iterator[str]:

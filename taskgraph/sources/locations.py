@@ -12,10 +12,10 @@ from urllib.parse import unquote
 
 from taskgraph.errors import JobError, error_text
 
-__all__ = ["Files", "Found", "Url", "check_size", "files", "find", "is_compressed", "open_file"]
+__all__ = ["Files", "FoundFile", "Url", "check_size", "files", "find_files", "is_compressed", "open_file"]
 
 Url = str | os.PathLike[str] | Sequence[str]
-Found = tuple[str, int | None]
+FoundFile = tuple[str, int | None]
 """The path or URL of a file, and its size in bytes if it is known."""
 
 _LOCAL_SCHEMES: Final = ("file", "local")
@@ -35,11 +35,11 @@ class Files:
     def __init__(self, url: Url) -> None:
         self._url = url
 
-    def pieces(self) -> list[Found]:
+    def pieces(self) -> list[FoundFile]:
         """Returns (path, size in bytes) of each file, sorted by path."""
-        return find(self._url, "tg.files")
+        return find_files(self._url, "tg.files")
 
-    def read(self, piece: Found, /) -> Iterable[str]:
+    def read(self, piece: FoundFile, /) -> Iterable[str]:
         path, size = piece
         with open_file(path, size):
             return (path,)
@@ -58,11 +58,11 @@ def files(url: Url) -> Files:
     return Files(url)
 
 
-def find(url: Url, call: str) -> list[Found]:
+def find_files(url: Url, call: str) -> list[FoundFile]:
     """Returns the files that a URL, or one of several, names: sorted, each once.
 
     Args:
-        call: for messages.
+        call: the user's call, for messages.
 
     Raises:
         JobError: one names no file, or needs a package that is not installed.
@@ -75,21 +75,21 @@ def find(url: Url, call: str) -> list[Found]:
         local = _local_path(item)
         matching = _find_remote(item, call) if local is None else _find_local(local, call)
         if not matching:
-            raise JobError(_no_match(call, item, local))
+            raise JobError(_no_match_text(call, item, local))
         found.update(matching)
     return sorted(found.items())
 
 
 @contextlib.contextmanager
 def open_file(path: str, size: int | None, *, decompress: bool = False) -> Iterator[IO[bytes]]:
-    """Opens a file that `find` found, to be read from its beginning. Turns errors of reading it into JobError.
+    """Opens a file that `find_files` found, for a `with` block. Errors of reading in the block become JobError, too.
 
     Args:
-        size: in bytes, as `find` returned it.
-        decompress: give what is in a compressed file.
+        size: in bytes, as `find_files` returned it.
+        decompress: read the content of a compressed file.
 
     Raises:
-        JobError: it cannot be read here, or has another size.
+        JobError: the file cannot be read here, or has another size.
     """
     local = _local_path(path)
     with contextlib.ExitStack() as closing:
@@ -98,12 +98,12 @@ def open_file(path: str, size: int | None, *, decompress: bool = False) -> Itera
                 file: Any = closing.enter_context(open(local, "rb"))
                 here: int | None = os.fstat(file.fileno()).st_size
             else:
-                place, inner = _file_system(path, "open")
+                place, inner = _open_file_system(path, "open")
                 file = closing.enter_context(place.open(inner, "rb"))
                 here = getattr(file, "size", None)
             check_size(path, here, size)
             if decompress and is_compressed(path):
-                file = closing.enter_context(importlib.import_module(_COMPRESSED[_ending(path)]).open(file))
+                file = closing.enter_context(importlib.import_module(_COMPRESSED[_suffix(path)]).open(file))
             yield file
         except JobError:
             raise
@@ -116,15 +116,15 @@ def open_file(path: str, size: int | None, *, decompress: bool = False) -> Itera
 
 def is_compressed(path: str) -> bool:
     """True if the name says that the file is compressed (.gz, .bz2, .xz)."""
-    return _ending(path) in _COMPRESSED
+    return _suffix(path) in _COMPRESSED
 
 
-def _ending(path: str) -> str:
+def _suffix(path: str) -> str:
     return os.path.splitext(path)[1].lower()
 
 
 def check_size(path: str, here: int | None, size: int | None) -> None:
-    """Raises JobError if a file has not the size that its pieces were made from."""
+    """Raises JobError if a file's size `here` differs from `size`, when its pieces were made; None: unknown, passes."""
     if None not in (here, size) and here != size:
         raise JobError(
             f"{path} has {here} bytes on this node, and had {size} where the pieces were made: give every node the "
@@ -150,7 +150,7 @@ def _find_local(path: str, call: str) -> dict[str, int | None]:
 
 
 def _find_remote(url: str, call: str) -> dict[str, int | None]:
-    place, path = _file_system(url, call)
+    place, path = _open_file_system(url, call)
     has_pattern = any(sign in path for sign in "*?[")
     if has_pattern and "::" in url:
         raise JobError(f"{call}({url!r}): a URL with '::' names one file, without a pattern")
@@ -169,7 +169,7 @@ def _find_remote(url: str, call: str) -> dict[str, int | None]:
     }
 
 
-def _file_system(url: str, call: str) -> tuple[Any, str]:
+def _open_file_system(url: str, call: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError:
@@ -183,7 +183,7 @@ def _file_system(url: str, call: str) -> tuple[Any, str]:
         raise JobError(f"{call}({url!r}): {error_text(error)}") from error
 
 
-def _no_match(call: str, url: str, local: str | None) -> str:
+def _no_match_text(call: str, url: str, local: str | None) -> str:
     if local is None or os.path.isabs(local):
         return f"{call}({url!r}): no file matches"
     if local.startswith("~"):

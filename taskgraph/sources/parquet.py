@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from taskgraph.errors import JobError
-from taskgraph.sources.locations import Url, find, open_file
+from taskgraph.sources.locations import Url, find_files, open_file
 
 __all__ = ["Parquet", "parquet"]
 
@@ -15,7 +15,7 @@ _Group = tuple[str, int | None, int]
 
 
 class Parquet:
-    """Row groups as a source. Arguments as in `parquet`."""
+    """The source that `parquet` makes; the same arguments."""
 
     def __init__(self, url: Url, columns: Sequence[str] | None) -> None:
         self._url = url
@@ -25,9 +25,9 @@ class Parquet:
 
     def pieces(self) -> list[_Group]:
         """Returns the row groups that are not empty, sorted by path. Reads the end of each file."""
-        arrow = _arrow()
+        arrow = _load_pyarrow()
         found: list[_Group] = []
-        for path, size in find(self._url, "tg.parquet"):
+        for path, size in find_files(self._url, "tg.parquet"):
             with open_file(path, size) as file:
                 footer = arrow.ParquetFile(file).metadata
                 groups = range(footer.num_row_groups)
@@ -35,9 +35,9 @@ class Parquet:
         return found
 
     def read(self, piece: _Group, /) -> Iterator[dict[str, Any]]:
-        """Yields the rows of a group as dicts."""
+        """Yields the rows of a row group as dicts."""
         path, size, group = piece
-        arrow = _arrow()
+        arrow = _load_pyarrow()
         with open_file(path, size) as file:
             opened = arrow.ParquetFile(file)
             if missing := set(self._columns or ()) - set(opened.schema_arrow.names):
@@ -62,7 +62,7 @@ def parquet(url: Url, columns: Sequence[str] | None = None) -> Parquet:
     return Parquet(url, columns)
 
 
-def _arrow() -> Any:
+def _load_pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:

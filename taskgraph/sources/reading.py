@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Source", "Values", "as_source", "content_of", "digest_of", "is_source", "order", "pieces_of", "rows_of"]
+__all__ = [
+    "Source",
+    "Values",
+    "as_source",
+    "content_of",
+    "is_source",
+    "pass_order",
+    "pieces_digest",
+    "pieces_of",
+    "rows_of",
+]
 
 
 class Source(Protocol):
@@ -55,7 +65,7 @@ def as_source(of: Source | Iterable[Any]) -> Source:
     """Returns a source as it is, and a range, a sequence or another iterable of values as a source.
 
     Raises:
-        JobError: it is neither, or has no order that is the same on every node.
+        JobError: `of` is neither, or has no order that is the same on every node.
     """
     if isinstance(of, type):
         raise JobError(f"a source is an object, not the class {of.__name__}: write {of.__name__}()")
@@ -81,28 +91,28 @@ def pieces_of(source: Source) -> Sequence[Any]:
     Raises:
         JobError: `pieces()` returns no iterable.
     """
-    found = _iterable(source.pieces(), source, "pieces()", "a list of pieces")
+    found = _check_iterable(source.pieces(), source, "pieces()", "a list of pieces")
     return found if hasattr(found, "__len__") and hasattr(found, "__getitem__") else list(found)
 
 
-def _iterable(found: Any, source: Source, call: str, what: str) -> Any:
+def _check_iterable(found: Any, source: Source, call: str, what: str) -> Any:
     if not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
         raise JobError(f"{type(source).__name__}.{call} returned {found!r}: it has to return {what}")
     return found
 
 
-def digest_of(pieces: Sequence[Any]) -> str:
-    """Returns a digest that tells pieces from others: hexadecimal digits. Those that cannot travel are counted."""
+def pieces_digest(pieces: Sequence[Any]) -> str:
+    """Returns 12 hexadecimal digits that differ if the pieces do. Of pieces that cannot travel it is the number."""
     try:
         return encode(str(pieces) if isinstance(pieces, range) else list(pieces)).digest.hex()[:12]
     except ValueNotEncodable:
         return encode(len(pieces)).digest.hex()[:12]
 
 
-def order(count: int, pass_number: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
+def pass_order(count: int, pass_number: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
     """Returns the order of `count` numbers in a pass: int64, shape (count,), read-only; a pure function.
 
-    It is a permutation drawn by numpy's Philox generator, seeded with (seed, pass_number).
+    With `shuffle` it is a permutation drawn by numpy's Philox generator, seeded with (seed, pass_number).
     """
     import numpy as np
 
@@ -118,9 +128,9 @@ def rows_of(source: Source, piece: Any, *, buffer: int = 0, seed: int = 0) -> It
 
     Args:
         buffer: rows that are kept back, of which one is drawn at random each time; 0: the rows' own order.
-        seed: of these draws: the same seed gives the same order.
+        seed: the seed of these draws: the same seed gives the same order.
     """
-    rows = iter(_iterable(source.read(piece), source, "read(piece)", "or yield its rows"))
+    rows = iter(_check_iterable(source.read(piece), source, "read(piece)", "or yield its rows"))
     if buffer < 2:
         yield from rows
         return
@@ -135,6 +145,9 @@ def rows_of(source: Source, piece: Any, *, buffer: int = 0, seed: int = 0) -> It
 
 
 def content_of(source: Source, piece: Any, *, buffer: int = 0, seed: int = 0) -> Any:
-    """Returns what user code gets that takes whole pieces: the list of the rows, or of values the value itself."""
+    """Returns what user code that takes whole pieces gets: the list of the rows; or the row itself (`Source.whole`).
+
+    Arguments as in `rows_of`.
+    """
     rows = list(rows_of(source, piece, buffer=buffer, seed=seed))
     return rows[0] if getattr(source, "whole", False) else rows

@@ -9,20 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.errors import JobError
-from taskgraph.sources.locations import Url, find, is_compressed, open_file
+from taskgraph.sources.locations import Url, find_files, is_compressed, open_file
 
 __all__ = [
     "BLOCK_BYTES",
     "Lines",
     "Range",
+    "byte_ranges",
     "check_count",
-    "decoded",
+    "decode_line",
     "line_ends",
     "lines",
     "lines_between",
-    "ranges",
-    "skip_mark",
-    "whole_text",
+    "read_range_as_text",
+    "skip_byte_order_mark",
 ]
 
 BLOCK_BYTES: Final = 1 << 22
@@ -36,7 +36,7 @@ _MARK: Final = b"\xef\xbb\xbf"  # some editors begin UTF-8 files with it
 
 
 class Lines:
-    """Lines as a source. Arguments as in `lines`."""
+    """The source that `lines` makes; the same arguments."""
 
     def __init__(self, url: Url, size: int) -> None:
         self._url, self._size = url, check_count(size, "tg.lines")
@@ -44,26 +44,26 @@ class Lines:
     def pieces(self) -> list[Range]:
         """Returns ranges of bytes, sorted by path. Reads all files once, apart from compressed ones."""
         found: list[Range] = []
-        for path, size in find(self._url, "tg.lines"):
+        for path, size in find_files(self._url, "tg.lines"):
             if is_compressed(path):
                 found.append((path, size, 0, -1))
                 continue
             with open_file(path, size) as file:
-                start = skip_mark(file)
-                found += [(path, size, *between) for between in ranges(line_ends(file, start), start, self._size)]
+                start = skip_byte_order_mark(file)
+                found += [(path, size, *between) for between in byte_ranges(line_ends(file, start), start, self._size)]
         return found
 
     def read(self, piece: Range, /) -> Iterator[str]:
         """Yields the lines, without their ends."""
         path, size, first, end = piece
-        if 0 <= end - first <= BLOCK_BYTES and (text := whole_text(path, size, first, end)) is not None:
+        if 0 <= end - first <= BLOCK_BYTES and (text := read_range_as_text(path, size, first, end)) is not None:
             found = text.removesuffix("\n").split("\n")
             yield from [line.removesuffix("\r") for line in found] if "\r" in text else found
             return
         with open_file(path, size, decompress=True) as file:
-            at = skip_mark(file) if first == 0 else file.seek(first)
+            at = skip_byte_order_mark(file) if first == 0 else file.seek(first)
             for line in lines_between(file, at, end):
-                yield decoded(line, path).removesuffix("\n").removesuffix("\r")
+                yield decode_line(line, path).removesuffix("\n").removesuffix("\r")
 
 
 def lines(url: Url, size: int = 1000) -> Lines:
@@ -81,22 +81,23 @@ def lines(url: Url, size: int = 1000) -> Lines:
 
 
 def check_count(size: int, call: str) -> int:
+    """Returns `size`; raises JobError unless it is an int from 1 on."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise JobError(f"{call}(size={size!r}): must be a whole number from 1 on")
     return size
 
 
-def skip_mark(file: IO[bytes]) -> int:
-    """Skips the mark that some editors put before UTF-8 text. Returns the position behind it."""
+def skip_byte_order_mark(file: IO[bytes]) -> int:
+    """Reads the mark that some editors put before UTF-8 text, if there is one. Returns the position behind it."""
     return len(_MARK) if file.read(len(_MARK)) == _MARK else file.seek(0)
 
 
-def ranges(ends: Iterable[Sequence[int] | NDArray[np.int64]], start: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yields (first byte, byte behind the last one) of `size` lines or records each.
+def byte_ranges(ends: Iterable[Sequence[int] | NDArray[np.int64]], start: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges (first byte, byte behind the last one) that have `size` lines or records each; the last has fewer.
 
     Args:
-        ends: where lines or records end, block by block.
-        start: where the first one begins.
+        ends: the bytes behind the lines or records, block by block.
+        start: the byte where the first one begins.
     """
     first = last = start
     missing = size
@@ -111,7 +112,7 @@ def ranges(ends: Iterable[Sequence[int] | NDArray[np.int64]], start: int, size: 
 
 
 def line_ends(file: IO[bytes], at: int) -> Iterator[Sequence[int] | NDArray[np.int64]]:
-    """Yields where the lines of an open file end, block by block, from its position, which is `at`."""
+    """Yields the bytes behind the lines of an open file, block by block. Reads from its position, which is `at`."""
     block = b"\n"
     while read := file.read(BLOCK_BYTES):
         block = read
@@ -121,7 +122,7 @@ def line_ends(file: IO[bytes], at: int) -> Iterator[Sequence[int] | NDArray[np.i
         yield [at]
 
 
-def whole_text(path: str, size: int | None, first: int, end: int) -> str | None:
+def read_range_as_text(path: str, size: int | None, first: int, end: int) -> str | None:
     """Reads a range of bytes at once, which is several times as fast as line by line. None: it is not UTF-8."""
     with open_file(path, size) as file:
         file.seek(first)
@@ -132,7 +133,7 @@ def whole_text(path: str, size: int | None, first: int, end: int) -> str | None:
 
 
 def lines_between(file: IO[bytes], at: int, end: int) -> Iterator[bytes]:
-    """Yields the lines of an open file from its position, which is `at`, to the byte `end`."""
+    """Yields the lines of an open file from its position, which is `at`, to the byte `end`; -1: to the file's end."""
     for line in file:
         yield line
         at += len(line)
@@ -140,7 +141,7 @@ def lines_between(file: IO[bytes], at: int, end: int) -> Iterator[bytes]:
             return
 
 
-def decoded(line: bytes, path: str) -> str:
+def decode_line(line: bytes, path: str) -> str:
     """Decodes a line.
 
     Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.driver.sources import parse
+from taskgraph.driver.sources import parse_source
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "taskgraph"
@@ -53,7 +53,7 @@ def names(path: Path) -> frozenset[str]:
                 case _:
                     pass
 
-    visit(parse(path).body, "")
+    visit(parse_source(path).body, "")
     return frozenset(found)
 
 
@@ -109,7 +109,7 @@ def test_package_docstrings_name_modules() -> None:
     for path in sorted(PACKAGE.rglob("__init__.py")):
         if "_proto" in path.parts:
             continue
-        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", ast.get_docstring(parse(path)) or ""):
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", ast.get_docstring(parse_source(path)) or ""):
             if name == "taskgraph" or name.startswith("tg."):
                 continue
             found += 1
@@ -188,7 +188,7 @@ def imports(package: Path = PACKAGE) -> Iterator[tuple[str, str]]:
         room = parts[0].removesuffix(".py")
         if room == "__init__":
             continue  # it gathers the public names
-        pending: list[ast.AST] = [parse(path)]
+        pending: list[ast.AST] = [parse_source(path)]
         while pending:
             for node in ast.iter_child_nodes(pending.pop()):
                 if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
@@ -250,7 +250,7 @@ def test_known_import_cycles() -> None:
     modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     named: dict[str, set[str]] = {}
     for module, path in modules.items():
-        froms = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ImportFrom) and node.module]
+        froms = [node for node in ast.walk(parse_source(path)) if isinstance(node, ast.ImportFrom) and node.module]
         whole = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
         named[module] = (whole | {str(node.module) for node in froms}) & modules.keys() - {module}
     assert "taskgraph.node.services" in named["taskgraph.node.primary.primary"]

@@ -50,7 +50,7 @@ def test_a_launcher_loads_no_node(code: str) -> None:
 
 
 def test_a_command_loads_its_own_module_only() -> None:
-    found = loaded("from taskgraph.cli import _command; _command('certs')")
+    found = loaded("from taskgraph.cli import _load_command; _load_command('certs')")
     assert {name for name in found if name.startswith("taskgraph.commands.")} - {"taskgraph.commands.arguments"} == {
         "taskgraph.commands.certifying"
     }
@@ -64,13 +64,13 @@ def test_parser_loads_neither_numpy_nor_grpc(code: str) -> None:
 
 
 def test_status_does_not_load_numpy() -> None:
-    found = loaded("from taskgraph.cli import _command; _command('status')")
+    found = loaded("from taskgraph.cli import _load_command; _load_command('status')")
     assert "grpc" in found and "numpy" not in found
 
 
 def test_every_command_of_the_parser_is_there() -> None:
-    from taskgraph.cli import _COMMANDS, _command, parser
+    from taskgraph.cli import _COMMANDS, _load_command, parser
 
     choices = next(action.choices for action in parser()._actions if action.dest == "command")
     assert choices is not None and set(choices) == _COMMANDS.keys()
-    assert all(callable(_command(name)) for name in _COMMANDS)
+    assert all(callable(_load_command(name)) for name in _COMMANDS)

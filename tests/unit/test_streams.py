@@ -17,7 +17,7 @@ def command(options):
     uvloop.run(asyncio.sleep(0))
     print({text}, file=sys.{stream})
     return 0
-cli._command = lambda name: command
+cli._load_command = lambda name: command
 sys.exit(cli.main(["status"]))
 """
 
@@ -80,7 +80,7 @@ from taskgraph.errors import JobError
 def command(options):
     print("said by a driver")
     raise JobError("no such job")
-cli._command = lambda name: command
+cli._load_command = lambda name: command
 sys.exit(cli.main(["status"]))
 """
 
@@ -106,7 +106,7 @@ def command(options):
     sys.stdout = Tee()
     print("said by a driver")
     return 0
-cli._command = lambda name: command
+cli._load_command = lambda name: command
 sys.exit(cli.main(["status"]))
 """
 

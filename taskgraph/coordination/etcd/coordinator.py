@@ -29,7 +29,7 @@ from taskgraph.coordination.etcd.methods import (
 )
 from taskgraph.coordination.etcd.options import EtcdOptions
 from taskgraph.coordination.etcd.watch import check_not_lost, watch
-from taskgraph.errors import CoordinationError, LeaseGone, Unavailable, no_thread
+from taskgraph.errors import CoordinationError, LeaseGone, Unavailable, no_thread_text
 from taskgraph.protocol.kv import KeyValue, Txn, TxnResult
 
 __all__ = ["EtcdCoordinator"]
@@ -215,7 +215,7 @@ class EtcdCoordinator:
         except RuntimeError as error:
             with contextlib.suppress(CoordinationError):  # the lease expires anyway
                 await self._revoke_at_end(answer.id)
-            raise CoordinationError(f"a lease cannot be renewed: {no_thread(error) or error}") from error
+            raise CoordinationError(f"a lease cannot be renewed: {no_thread_text(error) or error}") from error
         self._leases.add(lease)
         return lease
 

@@ -36,7 +36,7 @@ from taskgraph.coordination.etcd.failures import Verdict, code_and_details, judg
 from taskgraph.coordination.etcd.login import LoggedIn, Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
-from taskgraph.errors import CoordinationError, no_thread
+from taskgraph.errors import CoordinationError, no_thread_text
 
 __all__ = ["EtcdLease", "RenewalSchedule"]
 
@@ -256,7 +256,7 @@ class EtcdLease:
             stream = _Stream(self._options, endpoint, self, token, (first_s, self.ttl_s * _LATER_ANSWER_PART))
         except (CoordinationError, OSError, RuntimeError) as error:
             # A TLS file is being replaced, or the process lacks threads or files: the next interval tries again.
-            self._trouble = no_thread(error) or str(error)
+            self._trouble = no_thread_text(error) or str(error)
             if self._trouble != self._open_failure:
                 log.warning("renewal of lease %x: %s; trying again", self.id, self._trouble)
             self._open_failure = self._trouble

@@ -25,7 +25,7 @@ from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, code_and_details, judge
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
-from taskgraph.errors import CoordinationError, no_thread
+from taskgraph.errors import CoordinationError, no_thread_text
 
 __all__ = ["LoggedIn", "Login", "LoginFailed", "credentials"]
 
@@ -126,7 +126,9 @@ class Login:
             try:
                 thread.start()
             except RuntimeError as error:
-                future.set_exception(LoginFailed(endpoint, grpc.StatusCode.UNAVAILABLE, no_thread(error) or str(error)))
+                future.set_exception(
+                    LoginFailed(endpoint, grpc.StatusCode.UNAVAILABLE, no_thread_text(error) or str(error))
+                )
                 return future
             self._under_way = future
             self._first_began_at = self._first_began_at or time.monotonic()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from taskgraph.errors import JobError, no_thread
+from taskgraph.errors import JobError, no_thread_text
 from taskgraph.node.usercode import forks
 
 __all__ = ["FutureWork", "PooledThreads", "Threads", "Work"]
@@ -174,7 +174,7 @@ class PooledThreads:
             _Thread(self._serve, f"{self._name}_{self._threads}", work)
         except (OSError, RuntimeError) as error:  # no thread can be made now
             if not self._threads:
-                raise JobError(f"none of its code can run: {no_thread(error) or error}") from error
+                raise JobError(f"none of its code can run: {no_thread_text(error) or error}") from error
             self._why_none = str(error)
             return False
         self._threads += 1

@@ -453,7 +453,7 @@ def test_system_limit_is_one_line(
     def command(_: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_command", lambda _: command)
+    monkeypatch.setattr(cli, "_load_command", lambda _: command)
     assert cli.main(["status"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("taskgraph: ") and says in line
@@ -466,7 +466,7 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         "taskgraph: only 20 files may be open at a time here: `ulimit -n 1024` allows more\n"
     )
     monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)  # a number below all others
-    monkeypatch.setattr(cli, "_command", lambda _: lambda _: 0)
+    monkeypatch.setattr(cli, "_load_command", lambda _: lambda _: 0)
     assert cli.main(["status"]) == 0
 
 
@@ -535,7 +535,7 @@ def test_full_disk_names_command_with_values(
         print_result(result, as_json=as_json, kept=kept)
         return 0
 
-    monkeypatch.setattr(cli, "_command", lambda name: prints)
+    monkeypatch.setattr(cli, "_load_command", lambda name: prints)
     monkeypatch.setattr(cli, "drop_unwritten", lambda: True)
     monkeypatch.setattr(sys.stdout, "write", write)
     assert cli.main(["status"]) == 1

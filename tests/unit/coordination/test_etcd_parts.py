@@ -181,17 +181,17 @@ async def test_lease_survives_lack_of_threads_and_files(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The renewing thread must survive both."""
-    no_thread, no_file = "can't start new thread", "Too many open files"
+    no_thread_text, no_file = "can't start new thread", "Too many open files"
     real_start = threading.Thread.start
     left = ["lease-reader"]
 
     def start(self: threading.Thread) -> None:
         if left and left[0] in self.name:
             del left[0]
-            raise RuntimeError(no_thread)
+            raise RuntimeError(no_thread_text)
         real_start(self)
 
-    ours, grpcs, good = Answering(), Answering(no_thread), Answering()
+    ours, grpcs, good = Answering(), Answering(no_thread_text), Answering()
     channels: list[Answering | None] = [ours, None, grpcs, good]
 
     def sync_channel(*_: object) -> Answering:
@@ -210,8 +210,8 @@ async def test_lease_survives_lack_of_threads_and_files(
             while lease.valid_until() < now + 60:  # noqa: ASYNC110 - a thread of its own renews it
                 await asyncio.sleep(0.001)
         first, *others = said(caplog)
-        assert first.startswith(f"renewal of lease 7: {no_thread}") and "`ulimit -u`" in first
-        of_grpc = f"renewal of lease 7 at etcd 127.0.0.1:1: {no_thread}; trying the next endpoint"
+        assert first.startswith(f"renewal of lease 7: {no_thread_text}") and "`ulimit -u`" in first
+        of_grpc = f"renewal of lease 7 at etcd 127.0.0.1:1: {no_thread_text}; trying the next endpoint"
         assert others == [f"renewal of lease 7: {no_file}; trying again", of_grpc]
         assert not lease.trouble() and not lease.lost()
         assert ours.closed

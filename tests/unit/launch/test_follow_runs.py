@@ -42,7 +42,7 @@ ENTRY = JobEntry(name=NAME, etcd="a:1", token="ab" * 32, pid=0, embedded=False, 
 RESULT = JobResult(name=NAME, values={0: 1}, reports=(), epochs=1, failovers=0, restarts=0, wall_s=1.0)
 
 
-def no_thread(thread: threading.Thread, why: str = "can't create new thread at interpreter shutdown") -> None:
+def no_thread_text(thread: threading.Thread, why: str = "can't create new thread at interpreter shutdown") -> None:
     raise RuntimeError(why)
 
 
@@ -190,13 +190,13 @@ async def test_status_ends_without_etcd(
 
 @pytest.mark.parametrize("nodes", [0, 2])
 def test_run_needs_a_thread(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    monkeypatch.setattr(threading.Thread, "start", no_thread_text)
     with pytest.raises(JobError, match=r"'again' cannot be run, .* at interpreter shutdown\): run it before the main"):
         tg.run(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME), nodes=nodes)
 
 
 def test_limit_of_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: no_thread(thread, "can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: no_thread_text(thread, "can't start new thread"))
     with pytest.raises(tg.JobFailed, match=r"can't start new thread: a limit of this process"):
         tg.run(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME), nodes=0)
 

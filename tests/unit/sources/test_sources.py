@@ -16,8 +16,8 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.graph.values import decode, encode
-from taskgraph.sources import Source, as_source, content_of, order, rows_of
-from taskgraph.sources.reading import digest_of, pieces_of
+from taskgraph.sources import Source, as_source, content_of, pass_order, rows_of
+from taskgraph.sources.reading import pieces_digest, pieces_of
 
 
 def rows(source: Source) -> list[Any]:
@@ -63,9 +63,9 @@ def test_a_source_without_return_is_named() -> None:
 
 
 def test_pieces_have_a_digest() -> None:
-    assert digest_of([("a", 1), ("b", 2)]) == digest_of((("a", 1), ("b", 2)))
-    assert digest_of([("a", 1), ("b", 2)]) != digest_of([("a", 1), ("b", 3)])
-    assert digest_of([Path("a")]) != digest_of([Path("a"), Path("b")]), "what cannot travel is counted"
+    assert pieces_digest([("a", 1), ("b", 2)]) == pieces_digest((("a", 1), ("b", 2)))
+    assert pieces_digest([("a", 1), ("b", 2)]) != pieces_digest([("a", 1), ("b", 3)])
+    assert pieces_digest([Path("a")]) != pieces_digest([Path("a"), Path("b")]), "what cannot travel is counted"
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_what_has_no_order_is_no_source(wrong: Any, advice: str) -> None:
 
 
 def test_order_is_drawn_from_seed_and_pass() -> None:
-    first = order(100, 0, 7, True).tolist()
-    assert sorted(first) == list(range(100)) == order(100, 3, 7, False).tolist()
-    assert first == order(100, 0, 7, True).tolist()
-    assert first != order(100, 1, 7, True).tolist() and first != order(100, 0, 8, True).tolist()
-    assert order(0, 0, -1, True).tolist() == []
+    first = pass_order(100, 0, 7, True).tolist()
+    assert sorted(first) == list(range(100)) == pass_order(100, 3, 7, False).tolist()
+    assert first == pass_order(100, 0, 7, True).tolist()
+    assert first != pass_order(100, 1, 7, True).tolist() and first != pass_order(100, 0, 8, True).tolist()
+    assert pass_order(0, 0, -1, True).tolist() == []
 
 
 def test_rows_are_shuffled_within_a_buffer() -> None:
