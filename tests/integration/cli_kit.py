@@ -28,7 +28,7 @@ LIMIT_S = 100.0
 QUICK = ("events", "kill", "result", "shards")
 """Commands that are called in this process: one of their own takes 0.3 s of processor time for each call."""
 _IN_PROCESS = threading.Lock()
-TIMEOUTS_S = (4, 12, 40)
+TIMEOUTS_S = (4, 12, 60)
 """For `--timeout` of a job that has to begin before, one after another: how long that takes depends on the machine."""
 PATIENT = ("--set", "start_wait_s=100", "--set", "admit_wait_s=100", "--set", "lease_ttl_s=60")
 """A job begins with all its nodes and backups, however slow the machine is, and loses none that stands still."""

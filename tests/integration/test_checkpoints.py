@@ -63,7 +63,8 @@ def attempt_of(checkpoint: Path) -> int:
 
 async def started(cli: Cli, where: Path, *arguments: str, count: int = 2, scheme: str = "file") -> Command:
     """A run that has so many checkpoints."""
-    command = await cli.start("run", str(DRIVER), "--json", "-o", f"where={scheme}://{where}", *arguments)
+    options = ("-o", f"where={scheme}://{where}", "-o", f"waits={count}")
+    command = await cli.start("run", str(DRIVER), "--json", *options, *arguments)
     await becomes(lambda: len(complete(where)) >= count, LIMIT_S)
     return command
 
@@ -131,7 +132,7 @@ async def test_resume_on_another_number_of_nodes(cli: Cli, tmp_path: Path, nodes
 
 
 async def test_other_tools_open_what_a_run_leaves(cli: Cli, tmp_path: Path) -> None:
-    check(await (await started(cli, tmp_path, "--nodes", "2")).done())
+    check(await (await started(cli, tmp_path, "--nodes", "2", count=3)).done())
     newest = complete(tmp_path)[-1]
     for task in range(5):
         tensors = load_file(newest / f"task-{task:06d}.safetensors")
@@ -141,7 +142,8 @@ async def test_other_tools_open_what_a_run_leaves(cli: Cli, tmp_path: Path) -> N
 
 async def test_fresh_begins_anew(cli: Cli, tmp_path: Path) -> None:
     check(await (await started(cli, tmp_path, "--nodes", "2")).done())
-    done = await cli("run", str(DRIVER), "--json", "-o", f"where=file://{tmp_path}", "--nodes", "2", "--fresh")
+    options = ("-o", f"where=file://{tmp_path}", "-o", "waits=1")
+    done = await cli("run", str(DRIVER), "--json", *options, "--nodes", "2", "--fresh")
     assert check(done)["restarts"] == 0
     assert {path.name[:5] for path in complete(tmp_path)} == {"s0002"}
 
@@ -153,7 +155,7 @@ def left_behind(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def run() -> None:
         async with shell() as cli:
-            check(await (await started(cli, where, "--nodes", "1", "-o", "epochs=150")).done(), epochs=150)
+            check(await (await started(cli, where, "--nodes", "1", "-o", "epochs=150", count=3)).done(), epochs=150)
 
     with ThreadPoolExecutor(1) as thread:  # the loop of the tests is each test's own
         thread.submit(asyncio.run, run()).result()
@@ -205,7 +207,7 @@ async def test_changed_driver_resumes(cli: Cli, tmp_path: Path) -> None:
     text = DRIVER.read_text()
     driver.write_text(text.replace("        self.steps += 1\n", "        self.steps += 1 // (epoch.number != 50)\n"))
     options = ("-o", f"where=file://{tmp_path}", "-o", "epochs=100", "--nodes", "4")
-    command = await cli.start("run", str(driver), *options, *standing(cli, 50))
+    command = await cli.start("run", str(driver), *options, *standing(cli, 50, waits=2))
     await becomes(lambda: len(complete(tmp_path)) == 2, LIMIT_S)
     go_on(cli)
     failed = await command.done()
@@ -279,7 +281,7 @@ async def told(cli: Cli, text: str) -> None:
 async def test_full_disk_costs_only_checkpoints(cli: Cli, tmp_path: Path) -> None:
     """It fills up for a while."""
     with small_disk(tmp_path, "4m"):
-        command = await started(cli, tmp_path, "--nodes", "4", *standing(cli, 50, 110, epochs=160))
+        command = await started(cli, tmp_path, "--nodes", "4", *standing(cli, 50, 110, 130, epochs=160))
         with contextlib.suppress(OSError), (tmp_path / "ballast").open("wb", buffering=0) as ballast:
             while True:
                 ballast.write(bytes(4096))
@@ -288,20 +290,25 @@ async def test_full_disk_costs_only_checkpoints(cli: Cli, tmp_path: Path) -> Non
         assert [epoch_of(found) for found in complete(tmp_path)] == [20, 40]
         (tmp_path / "ballast").unlink()
         go_on(cli, 110)
+        await becomes(lambda: epoch_of(complete(tmp_path)[-1]) > 110)  # once there is space it goes on
+        go_on(cli, 130)
         check(await command.done(), epochs=160)
-        assert epoch_of(complete(tmp_path)[-1]) > 110, "once there is space it goes on"
     await cli.nothing_left()
 
 
 async def test_killed_writer_leaves_no_checkpoint(cli: Cli, tmp_path: Path) -> None:
     """Killed with the file open: its successor writes it anew, and what is left of it goes with its checkpoint."""
     options = {"epochs": 95, "size": 2_000_000, "tasks": 2, "every": 10}
-    command = await started(cli, tmp_path, "--nodes", "3", *standing(cli, 15, **options), count=1)
-    pids = await node_pids(cli)
-    go_on(cli, 15)
-    async with asyncio.timeout(LIMIT_S):
-        while not (writers := caught_half_way(tmp_path, pids)):  # noqa: ASYNC110 - short
-            await asyncio.sleep(0)
+    stops = (15, 25, 35, 45, 55)
+    command = await started(cli, tmp_path, "--nodes", "3", *standing(cli, *stops, **options), count=1)
+    pids, writers = await node_pids(cli), list[int]()
+    for epoch in stops:
+        go_on(cli, epoch)
+        async with asyncio.timeout(LIMIT_S):
+            while not writers and epoch_of(complete(tmp_path)[-1]) < epoch:
+                await asyncio.sleep(0)
+                writers = caught_half_way(tmp_path, pids)
+    assert writers, "none was caught in one of five checkpoints"
     kill_at_once(writers)
     assert half_written(tmp_path)
     for pid in set(pids) - set(writers):

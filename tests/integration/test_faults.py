@@ -257,7 +257,7 @@ async def test_kills_on_purpose_are_not_blamed_on_what_ran(cli: Cli) -> None:
 @pytest.mark.parametrize("in_task", [False, True])
 async def test_a_child_that_a_coroutine_forks_leaves_its_parents_node_alone(cli: Cli, in_task: bool) -> None:
     driver = str(DRIVER.with_name("forking.py"))
-    done = await cli("run", driver, "--nodes", "3", "-o", f"in_task={in_task}", "--logs", "--json", "--timeout", "40")
+    done = await cli("run", driver, "--nodes", "3", "-o", f"in_task={in_task}", "--logs", "--json", "--timeout", "100")
     assert done.code == 0, done.err
     result = json.loads(done.out.splitlines()[-1])
     assert result["values"]["0"] == sum(number * (1 + 2 + 3) for number in range(40))

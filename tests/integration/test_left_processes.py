@@ -41,7 +41,7 @@ async def test_forgotten_pool_ends_with_its_node(cli: Cli, dies: bool, method: s
     """Its workers lived on, with the sockets and the log of a node that had ended. So did a directory of the fork
     server, which is the default from Python 3.14 on."""
     options = ("-o", f"folder={cli.gate}", "-o", f"dies={dies}", "-o", f"method={method}")
-    done = await cli("run", DRIVER, "--nodes", "2", *options, "--timeout", "60")
+    done = await cli("run", DRIVER, "--nodes", "2", *options, "--timeout", "100")
     assert done.code == 0 and done.out == "all 2 tasks: 10\n", done.err
     assert (cli.gate / "died").exists() == dies
     await only_what_was_to_go_on(cli)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -26,8 +28,8 @@ fsspec.register_implementation("disk", Disk, clobber=True)
 
 
 class Kept(tg.Task, state=["place", "steps"]):
-    def __init__(self, size: int, stops: list[str], gate: str) -> None:
-        self.size, self.stops, self.gate = size, stops, gate
+    def __init__(self, size: int, stops: list[str], gate: str, lacks: Callable[[int], bool]) -> None:
+        self.size, self.stops, self.gate, self.lacks = size, stops, gate, lacks
 
     def setup(self) -> None:
         self.place = np.full(self.size, float(self.task_id))
@@ -39,6 +41,8 @@ class Kept(tg.Task, state=["place", "steps"]):
 
     async def tell(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         while str(epoch.number) in self.stops and not os.path.exists(f"{self.gate}{epoch.number}"):  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.01)
+        while self.lacks(epoch.number):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         outs.put("place", self.place[:1000])
 
@@ -62,13 +66,25 @@ def kept(
     size: int = 1000,
     stops: str = "",
     gate: str = "",
+    waits: int = 0,
 ) -> tg.Job:
-    """It stands still in the epochs `stops`, e.g. "5,7", until the file `gate` exists, with the epoch at its end."""
+    """It stands still in the epochs `stops`, e.g. "5,7", until the file `gate` exists, with the epoch at its end.
+
+    Half way to the next checkpoint it waits for the last one, as long as it has made fewer than `waits`: a slow leader
+    leaves some out.
+    """
+    folder = Path(where.partition("://")[2])
+
+    def lacks(epoch: int) -> bool:
+        last = epoch - every // 2
+        due = last % every == 0 and 0 < last <= waits * every
+        return due and not any(folder.glob(f"kept/*-e{last:09d}-*/manifest.json"))
+
     return tg.Job(
         tasks=tasks,
         epochs=epochs,
         backups=backups,
-        builder=lambda _: Kept(size, stops.split(","), gate),
+        builder=lambda _: Kept(size, stops.split(","), gate, lacks),
         topology=tg.ring(),
         checkpoint=where or None,
         checkpoint_every=every,
