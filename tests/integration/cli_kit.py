@@ -162,6 +162,10 @@ class Cli:
 
         return await self.status(job, is_so)
 
+    async def registered(self, job: str, node: str) -> None:
+        """Returns once this node belongs to the job, be it without a task or a state."""
+        await self.status(job, lambda now: node in {known["name"] for known in now["nodes"]})
+
     async def once(self, reached: Callable[[Done], bool], *arguments: str) -> Done:
         """What a command says, which is called until it says what is `reached`."""
         done = Done(0, "", "")

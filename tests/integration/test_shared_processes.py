@@ -36,7 +36,8 @@ def check(done: Done) -> dict[str, Any]:
 
 def file_sizes(place: Path) -> dict[str, int]:
     """The size of each task's file in the last checkpoint."""
-    return {path.name: path.stat().st_size for path in sorted(place.glob("**/task-*.safetensors"))}
+    newest = max(place.glob("**/manifest.json")).parent
+    return {path.name: path.stat().st_size for path in newest.glob("task-*.safetensors")}
 
 
 async def test_kills_of_the_keeper_and_others(cli: Cli) -> None:
@@ -54,7 +55,7 @@ async def test_lost_keeper_rolls_the_job_back(cli: Cli, tmp_path: Path) -> None:
     options = ("-o", f"gate={cli.gate}", "-o", f"checkpoint=file://{tmp_path}", "-o", "backups=0")
     command = await cli.start("run", str(DRIVER), "--json", "--nodes", "4", *options)
     await command.until("the job began")
-    await becomes(lambda: len([*tmp_path.glob("**/manifest.json")]) >= 2, 60.0)
+    await becomes(lambda: any(tmp_path.glob("**/manifest.json")))
     # Tasks move until each node has one: what was the keeper's node a moment ago has nothing that could be lost.
     now = await cli.status("shared", lambda now: len({task["primary"] for task in now["tasks"]}) == 4)
     names = {task["primary"] for task in now["tasks"] if task["task"] == 0}
@@ -69,10 +70,10 @@ async def test_resume_on_fewer_nodes(cli: Cli, tmp_path: Path) -> None:
     options = ("-o", f"gate={cli.gate}", "-o", f"checkpoint=file://{tmp_path}")
     command = await cli.start("run", str(DRIVER), "--json", "--nodes", "4", *options)
     await command.until("the job began")
-    await becomes(lambda: len([*tmp_path.glob("**/manifest.json")]) >= 2, 60.0)
+    await becomes(lambda: any(tmp_path.glob("**/manifest.json")))
     command.process.kill()
     kill_at_once([*cli.processes()])
     await command.process.communicate()
-    await becomes(lambda: not cli.processes(), 60.0)
+    await becomes(lambda: not cli.processes())
     cli.open()
     check(await cli("run", str(DRIVER), "--json", "--nodes", "2", "--resume", *options))
