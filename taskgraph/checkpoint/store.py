@@ -83,7 +83,7 @@ class Store:
     def _path(self, name: str, *more: str) -> str:
         return "/".join((self._expected.job, name, *more))
 
-    def _file(self, name: str, task: int) -> str:
+    def _file_path(self, name: str, task: int) -> str:
         return self._path(name, f"task-{task:06d}.safetensors")
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Store:
             OSError: the file cannot be written.
         """
         info, parts = pack_file(value, self.manifest(name).label(task))
-        self._place.write(self._file(str(name), task), parts)
+        self._place.write(self._file_path(str(name), task), parts)
         return info
 
     def find_damaged(self, manifest: Manifest) -> list[tuple[FileInfo, str]]:
@@ -120,7 +120,7 @@ class Store:
         sizes = self._place.sizes(self._path(manifest.name))
         found = []
         for info in manifest.files:
-            path = self._file(manifest.name, info.task)
+            path = self._file_path(manifest.name, info.task)
             name = path.rpartition("/")[2]
             if name not in sizes:
                 found.append((info, f"{self._place}/{path} is not there"))
@@ -358,7 +358,7 @@ class Store:
         info = manifest.file_of(task)
         if info is None:
             return None
-        path = self._file(manifest.name, task)
+        path = self._file_path(manifest.name, task)
         return unpack_file(self._read_file(path, info.size), info, path=f"{self._place}/{path}")
 
     def verify(self, manifest: Manifest) -> None:

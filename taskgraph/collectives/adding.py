@@ -260,15 +260,15 @@ def cut_share(value: Any, op: str, index: int, count: int) -> Any:
         JobError: something in the value has no first axis.
     """
     if op == "mean" and isinstance(value, tuple) and len(value) == 2:
-        return value[0], _cut(value[1], index, count, "")
-    return _cut(value, index, count, "")
+        return value[0], _cut_tree(value[1], index, count, "")
+    return _cut_tree(value, index, count, "")
 
 
-def _cut(tree: Any, index: int, count: int, where: str) -> Any:
+def _cut_tree(tree: Any, index: int, count: int, where: str) -> Any:
     if isinstance(tree, dict):
-        return {name: _cut(part, index, count, f"{where}[{name!r}]") for name, part in tree.items()}
+        return {name: _cut_tree(part, index, count, f"{where}[{name!r}]") for name, part in tree.items()}
     if isinstance(tree, list | tuple):
-        parts = [_cut(part, index, count, f"{where}[{i}]") for i, part in enumerate(tree)]
+        parts = [_cut_tree(part, index, count, f"{where}[{i}]") for i, part in enumerate(tree)]
         return parts if isinstance(tree, list) else tuple(parts)
     shape = getattr(tree, "shape", ())
     if not shape:

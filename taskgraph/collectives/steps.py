@@ -117,7 +117,7 @@ class AddChildren(_Internal):
             outs.put_encoded(self.to, adding.pack(total, what, allocate))
 
 
-def _add_all(ins: Ins, outs: Outs, tag: str, members: tuple[int, ...], op: Op, what: str) -> adding.Partial:
+def _add_all_members(ins: Ins, outs: Outs, tag: str, members: tuple[int, ...], op: Op, what: str) -> adding.Partial:
     found = {member: adding.unpack(ins.encoded(tag, member)) for member in members}
     found = adding.check_alike(found, op, what)
     return adding.add_along_tree(list(found.values()), op, outs.work.allocate)
@@ -135,7 +135,7 @@ class AddShares(_Internal):
 
     def run(self, ins: Ins, outs: Outs) -> None:
         what = describe_place(outs.work, self.what)
-        total = _add_all(ins, outs, self.tag, self.members, self.op, what)
+        total = _add_all_members(ins, outs, self.tag, self.members, self.op, what)
         outs.put_encoded(self.to, adding.encode_result(total, self.op, what, outs.work.allocate))
 
 
@@ -183,7 +183,7 @@ class Exchange(_Internal):
     def _add(self, ins: Ins, outs: Outs) -> None:
         """Adds up the slices for this task that all members sent, and puts the sum to all members."""
         what = describe_place(outs.work, self.what)
-        total = _add_all(ins, outs, self.slices, self.members, self.op, what)
+        total = _add_all_members(ins, outs, self.slices, self.members, self.op, what)
         outs.put_encoded(self.sums, adding.pack(total, what, outs.work.allocate))
 
     def _join(self, ins: Ins, outs: Outs) -> None:

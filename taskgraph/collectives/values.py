@@ -26,7 +26,7 @@ def describe_place(work: Work, what: str) -> str:
 
 
 class EveryEpoch:
-    """A wrapper of processors that run in every epoch, and then use all their channels."""
+    """A `graph.compose.Wrapper` of processors that run in every epoch, and then use all their channels."""
 
     __slots__ = ()
 

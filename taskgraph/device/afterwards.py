@@ -43,11 +43,13 @@ def on_a_loop() -> bool:
 
 
 class _DeferredCall(NamedTuple):
+    """A function to call once the device has passed some events."""
+
     device: Device
     events: Sequence[Event]
     then: Callable[[], object]
 
-    def passed(self) -> bool:
+    def events_passed(self) -> bool:
         return all(map(self.device.has_passed, self.events))
 
 
@@ -103,6 +105,7 @@ def call_later(then: Callable[[], object]) -> None:
 
 
 def _call_after_pause(then: Callable[[], object] | None) -> None:
+    """After a pause passes the function, and those that came meanwhile, to `call_soon`."""
     time.sleep(_LATER_S)
     while then is not None:
         call_soon(then)
@@ -134,7 +137,8 @@ def _call_or_wait(work: _DeferredCall) -> None:
         _waiting.ask(work)
 
 
-def _call_when_passed(work: _DeferredCall) -> None:
+def _wait_and_call(work: _DeferredCall) -> None:
+    """Handles a request of the thread that waits, with those that come meanwhile, each when its events have passed."""
     waiting = [work]
     while waiting:
         while (another := _waiting.next_request()) is not None:
@@ -147,7 +151,7 @@ def _call_when_passed(work: _DeferredCall) -> None:
 def _call_if_passed(work: _DeferredCall) -> bool:
     """Calls `work.then` if the device has passed the work's events. False: it has not, or the device failed."""
     try:
-        if not work.passed():
+        if not work.events_passed():
             return False
     except Exception:
         return False  # waiting for it raises the same error, and logs it
@@ -177,7 +181,7 @@ def _call_and_log_error(then: Callable[[], object]) -> None:
 
 _calling: Final = Worker(_call_and_log_error)
 _postponed: Final = Worker(_call_after_pause)
-_waiting: Final = Worker(_call_when_passed)
+_waiting: Final = Worker(_wait_and_call)
 _lost: Final[list[_DeferredCall]] = []
 """Work of lost devices, which never becomes due; keeps its memory for ever."""
 

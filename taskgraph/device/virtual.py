@@ -44,7 +44,7 @@ _int, _size, _address, _handle, _flags = (
 )
 
 
-class _Location(ctypes.Structure):
+class _Location(ctypes.Structure):  # CUmemLocation
     _fields_ = (("type", _int), ("id", _int))
 
 

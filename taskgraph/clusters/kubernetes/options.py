@@ -84,11 +84,11 @@ class PodOptions:
             queue=_check_name("--queue", options.queue),
             service_account=_check_name("--service-account", options.service_account),
             user=_parse_user(options.user),
-            node_selector=dict(_parse_labels(options.node_selector or ())),
+            node_selector=dict(_parse_node_selector(options.node_selector or ())),
             tolerations=[_parse_toleration(text) for text in options.toleration or ()],
             volumes=[volume for volume, _ in volumes],
             mounts=[mount for _, mount in volumes],
-            env=[_parse_variable(text) for text in options.env or ()],
+            env=[_parse_env(text) for text in options.env or ()],
             patches=read_patches(Path(options.patch)) if options.patch else [],
         )
 
@@ -152,7 +152,7 @@ def _parse_gpus(text: str) -> dict[str, int]:
     return {resource or "nvidia.com/gpu": int(count)}
 
 
-def _parse_labels(texts: Sequence[str]) -> list[tuple[str, str]]:
+def _parse_node_selector(texts: Sequence[str]) -> list[tuple[str, str]]:
     found = []
     for text in texts:
         key, equals, value = text.partition("=")
@@ -173,7 +173,7 @@ def _parse_toleration(text: str) -> dict[str, Any]:
     return {"key": key, **what, **({"effect": effect} if effect else {})}
 
 
-def _parse_variable(text: str) -> dict[str, Any]:
+def _parse_env(text: str) -> dict[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not _VARIABLE.fullmatch(name):
         raise JobError(f"--env {text}: write NAME=VALUE")

@@ -20,7 +20,7 @@ class PodHistory:
 
     def take_list(self, pods: Sequence[Mapping[str, Any]]) -> list[tuple[str, PodEvent]]:
         """Takes a list of all pods. Of the first list, pods that have ended already are not reported."""
-        there = {_uid(pod): pod for pod in pods}
+        there = {_pod_uid(pod): pod for pod in pods}
         found = [each for uid in [uid for uid in self._pods if uid not in there] for each in self._forget(uid)]
         for uid, pod in there.items():
             if self._is_first and why_gone(pod) is not None:
@@ -32,7 +32,7 @@ class PodHistory:
 
     def take_change(self, change: str, pod: Mapping[str, Any]) -> list[tuple[str, PodEvent]]:
         """Takes a change that a watch yields: ADDED, MODIFIED or DELETED, and the pod."""
-        uid = _uid(pod)
+        uid = _pod_uid(pod)
         reported, before = self._reported.setdefault(uid, set()), self._pods.get(uid)
         self._pods[uid] = pod
         found = []
@@ -45,7 +45,7 @@ class PodHistory:
             elif (waits := why_waiting(pod)) is not None and waits.kind not in reported:
                 reported.add(waits.kind)
                 found += [waits] if waits.kind != "restarting" else []  # why it ended is reported each time
-        named = [(_name(pod), seen) for seen in found]
+        named = [(_pod_name(pod), seen) for seen in found]
         return [*named, *self._forget(uid)] if change == "DELETED" else named
 
     def _forget(self, uid: str) -> list[tuple[str, PodEvent]]:
@@ -53,12 +53,12 @@ class PodHistory:
         pod, reported = self._pods.pop(uid), self._reported.pop(uid)
         if "gone" in reported:
             return []
-        return [(_name(pod), PodEvent("deleted", "is gone: it was deleted"))]
+        return [(_pod_name(pod), PodEvent("deleted", "is gone: it was deleted"))]
 
 
-def _uid(pod: Mapping[str, Any]) -> str:
+def _pod_uid(pod: Mapping[str, Any]) -> str:
     return str(pod["metadata"]["uid"])
 
 
-def _name(pod: Mapping[str, Any]) -> str:
+def _pod_name(pod: Mapping[str, Any]) -> str:
     return str(pod["metadata"]["name"])
