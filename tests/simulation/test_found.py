@@ -47,7 +47,7 @@ async def test_a_hand_over_to_a_node_that_is_leaving_is_refused() -> None:
     cluster = InProcessCluster(tg.Job(tasks=1, epochs=1, builder=lambda _: Counts()))
     await cluster.start(2)
     nodes = cluster.nodes
-    await cluster.result(timeout_s=20)
+    await cluster.result(timeout_s=60)
     await cluster.stop()
     backup = next(node for node in nodes if 0 not in node.roles.primaries)
     view = backup.keeper.view
@@ -56,7 +56,6 @@ async def test_a_hand_over_to_a_node_that_is_leaving_is_refused() -> None:
         await backup.takeovers.accept_handover(HandOver(view.stamp, 0, view.term(0)))
 
 
-@pytest.mark.timeout(20)
 async def test_a_candidate_whose_key_vanishes_before_it_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its primary waited for it without ever letting the event loop run: the whole node stood still, for ever."""
     cluster = InProcessCluster(tg.Job(tasks=1, epochs=2, builder=lambda _: Counts()))
@@ -74,7 +73,7 @@ async def test_a_candidate_whose_key_vanishes_before_it_is_admitted(monkeypatch:
     monkeypatch.setattr(Backups, "_offer", then_vanish)
     await cluster.start(2)
     try:
-        result = await cluster.result(timeout_s=15)
+        result = await cluster.result(timeout_s=60)
     finally:
         await cluster.stop()
     assert vanished and result.epochs == 2
@@ -100,7 +99,7 @@ async def test_a_node_whose_lease_ends_while_it_registers(monkeypatch: pytest.Mo
     cluster = InProcessCluster(tg.Job(tasks=1, epochs=2, builder=lambda _: Counts()))
     await cluster.start(2)
     try:
-        result = await cluster.result(timeout_s=15)
+        result = await cluster.result(timeout_s=60)
     finally:
         await cluster.stop()
     assert late and result.epochs == 2
@@ -156,7 +155,7 @@ async def test_a_link_that_is_slow_when_ledgers_are_asked_for(monkeypatch: pytes
     cluster = _job(Flags)
     await cluster.start(2)
     try:
-        result = await cluster.result(timeout_s=15)
+        result = await cluster.result(timeout_s=60)
     finally:
         await cluster.stop()
     assert result.values == {0: 2, 1: 1}
@@ -362,7 +361,7 @@ async def test_a_successor_that_reports_other_numbers_than_were_kept(monkeypatch
     cluster = InProcessCluster(job, point=lambda *_: dies_before_it_is_committed, on_event=note)
     await cluster.start(3)
     try:
-        result = await cluster.result(timeout_s=20)
+        result = await cluster.result(timeout_s=60)
     finally:
         await cluster.stop()
     assert crashed == [2] and result.failovers == 1
@@ -409,7 +408,7 @@ async def test_a_torn_file_of_reports_alone_does_not_fail_a_job(tmp_path: Path) 
     cluster = InProcessCluster(job, point=lambda *_: tears_it_and_dies)
     await cluster.start(1)
     try:
-        result = await cluster.result(timeout_s=20)
+        result = await cluster.result(timeout_s=60)
     finally:
         await cluster.stop()
     assert crashed == [3] and (result.epochs, result.failovers) == (6, 0)

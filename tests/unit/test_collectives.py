@@ -364,7 +364,6 @@ def test_groups_with_large_and_with_small_values() -> None:
 
 @pytest.mark.parametrize("sizes", [(5, LARGE), (LARGE, 5)])
 @pytest.mark.parametrize("when", ["sync", "done"])
-@pytest.mark.timeout(30)
 def test_another_primary_that_gives_another_size_is_an_error(sizes: tuple[int, int], when: Any) -> None:
     given: list[int] = []
 
@@ -635,7 +634,6 @@ def both(one: Compose, other: Compose) -> Compose:
         ),
     ],
 )
-@pytest.mark.timeout(20)
 def test_tasks_that_declare_differently_are_told_so(one: Compose, other: Compose) -> None:
     text = failure(differing(one, other))
     assert "'g" in text or "'h" in text

@@ -6,8 +6,6 @@ import asyncio
 import dataclasses
 from typing import Any
 
-import pytest
-
 import taskgraph as tg
 from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.launch.inprocess import InProcessCluster
@@ -28,7 +26,6 @@ class Counts(tg.Task, state=["value"]):
         self.value += 1
 
 
-@pytest.mark.timeout(30)
 async def test_stale_run_writes_nothing() -> None:
     cluster = InProcessCluster(tg.Job(tasks=2, epochs=10_000, builder=lambda _: Counts()))
     await cluster.start(2)
