@@ -47,7 +47,7 @@ TWO_TASKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(590)
 def test_two_tasks_with_crashes_and_a_join() -> None:
     explored = explore(Model(2, "abc", CORE), limit=LIMIT)
     assert all(explored.steps[step] for step in ("dies", "takes", "takes from nothing", "invites", "commits", "learns"))

@@ -43,7 +43,7 @@ FOUND_BY = {
 node changes so that this takes long, make the table again from what the test prints."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", PLANTS)
 def test_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTS[name](monkeypatch)

@@ -82,7 +82,7 @@ def test_seed_replays_exactly() -> None:
     assert fresh.stdout.split() == first
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_seeds_find_no_violation() -> None:
     outcomes = [run_seed(seed) for seed in range(QUICK)]
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
@@ -160,7 +160,7 @@ def test_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "epoch 2 committed" in out and "seed 13: finished" in out and "Pull" in out
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(590)
 def test_seeds_reach_rare_states(monkeypatch: pytest.MonkeyPatch) -> None:
     standing = _Standing(monkeypatch)
     reached = Counter[str]()
@@ -287,7 +287,7 @@ SURE: dict[str, tuple[int, dict[Any, tuple[str, ...]], dict[str, int], tuple[str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("where", SURE)
 def test_seeds_find_nothing_and_replay(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     count, shares, least, described = SURE[where]
@@ -337,7 +337,7 @@ def test_job_fails_when_holders_are_absent_too_long(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(590)
 def test_later_seeds_find_no_violation(capsys: pytest.CaptureFixture[str]) -> None:
     found = main(["--seeds", f"{QUICK}:{QUICK + LATER}"])
     assert not found, capsys.readouterr().out
