@@ -82,7 +82,7 @@ async def test_device_item_arrives_on_the_host(
         assert type(there) is SoftArray, "and on the device of a node that has one"
     assert device_buffers(value)[0].host_copies == 1
     assert soft.waits and not soft.waits_on_loops
-    lent = block_behind(device_buffers(value)[0].host()) is not None
+    lent = block_behind(device_buffers(value)[0].copy_to_host()) is not None
     assert lent == (producer.transport.allocate(HOST.nbytes) is not None), "memory that travels without a copy"
 
 
@@ -101,14 +101,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
-        copy = DeviceBuffer.host
+        copy = DeviceBuffer.copy_to_host
 
         def held(buffer: DeviceBuffer, *args: Any) -> memoryview:
             self.reached.set()
             assert self.open.wait(60)
             return copy(buffer, *args)
 
-        monkeypatch.setattr(DeviceBuffer, "host", held)
+        monkeypatch.setattr(DeviceBuffer, "copy_to_host", held)
 
 
 async def test_other_calls_do_not_wait_for_a_copy(

@@ -52,13 +52,13 @@ def give(monkeypatch: pytest.MonkeyPatch, device: SoftDevice) -> None:
 def to_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Notes the sizes of items that are copied to the host."""
     sizes: list[int] = []
-    copy = DeviceBuffer.host
+    copy = DeviceBuffer.copy_to_host
 
     def host(buffer: DeviceBuffer, *args: Any) -> memoryview:
         sizes.append(buffer.nbytes)
         return copy(buffer, *args)
 
-    monkeypatch.setattr(DeviceBuffer, "host", host)
+    monkeypatch.setattr(DeviceBuffer, "copy_to_host", host)
     return sizes
 
 

@@ -139,7 +139,7 @@ def test_failed_copy_fails_the_job(soft: SoftDevice, monkeypatch: pytest.MonkeyP
     def host(buffer: DeviceBuffer, *args: Any) -> memoryview:
         raise ArithmeticError("the device is gone")
 
-    monkeypatch.setattr(DeviceBuffer, "host", host)
+    monkeypatch.setattr(DeviceBuffer, "copy_to_host", host)
     with pytest.raises(JobFailed, match=r"snapshot to the host.*ArithmeticError: the device is gone"):
         tg.run(tg.Job(tasks=2, epochs=4, builder=Grows, topology=tg.ring()), nodes=0)
 

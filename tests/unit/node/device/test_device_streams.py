@@ -34,10 +34,10 @@ def actor_of(threads: PooledThreads, soft: SoftDevice | None, task: int = 0) -> 
 
 async def test_a_function_runs_on_its_tasks_stream(threads: PooledThreads, soft: SoftDevice) -> None:
     one, other = actor_of(threads, soft), actor_of(threads, soft, 1)
-    seen = [await actor.call("compute", soft.current) for actor in (one, other, one, other)]
+    seen = [await actor.call("compute", soft.current_stream) for actor in (one, other, one, other)]
     assert seen[0] is seen[2] and seen[1] is seen[3]
     assert len({soft.default, *seen}) == 3
-    assert await threads.run(soft.current) is soft.default, "a thread is given back as it was"
+    assert await threads.run(soft.current_stream) is soft.default, "a thread is given back as it was"
 
 
 class Mixes(tg.Task, state=["row"]):
