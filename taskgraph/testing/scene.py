@@ -144,7 +144,7 @@ class Scene:
         return any(not node.draining and self._place(node) < 0 for node in living)
 
     def _is_dispensable(self, node: ElasticNode) -> bool:
-        """True if another worker has all that the job needs to go on."""
+        """True if another worker has all that the job needs to go on without this node."""
         return any(
             other is not node and other.engine.core.whole and not other.draining and self._place(other) >= 0
             for other in self.nodes

@@ -136,7 +136,7 @@ class Stream:
         self.schedule_send()
 
     def _send_events(self) -> None:
-        """Sends all events since the last call, in one or two batches; nothing while the client gets no events."""
+        """Sends all events since the last call, mostly in one batch; nothing while the client can get no events."""
         self._send_scheduled = False
         etcd = self._etcd
         if not etcd.serving or not self._client.gets_events:

@@ -315,6 +315,7 @@ class Faults:
         target.coordinator.answer_s = 0.0
 
     def _etcd_cut(self, fault: Fault, target: SimNode) -> None:
+        """Cuts a node off from etcd for a while, in one direction or both."""
         can_send, can_receive = self._rng.choice(((False, False), (True, False), (False, True)))
         self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s: speaks {can_send}, hears {can_receive}")
         target.coordinator.cut(can_send=can_send, can_receive=can_receive)

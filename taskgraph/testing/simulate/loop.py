@@ -92,6 +92,7 @@ class Process:
             loop.call_later(took_s, self._end_busy, loop, context=_OUTSIDE.copy())
 
     def _end_busy(self, loop: SimLoop) -> None:
+        """Called when the last step's duration is over."""
         self.busy = False
         self._run_held_back(loop)
 

@@ -51,7 +51,7 @@ class _Connection:
     probe: bool = False
 
     def other_end(self, node: str) -> str:
-        """Returns the node at the other end than `node`."""
+        """Returns the node at the end that is not that of `node`."""
         return self.acceptor if node == self.dialler else self.dialler
 
 

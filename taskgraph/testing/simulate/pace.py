@@ -119,7 +119,7 @@ class SlowActors:
         self._slow.clear()
 
     def late_s(self, *actors: str) -> float:
-        """Returns the delay of an event that involves these actors: a node, a link, a kind of message."""
+        """Returns the delay of an event that involves these actors (nodes, links, kinds of message); mostly 0.0."""
         if not self._next_changes and not self._slow:
             return 0.0
         self._events += 1

@@ -586,7 +586,7 @@ class World:
                     raise Violation(f"{known.id} counts on its lease for {late_s:.3f} s after it expired")
 
     def _check_manifest(self, path: str, node_id: str) -> None:
-        """Checks that a final manifest is written only after the pointer: a resumed job relies on it."""
+        """Checks that a final manifest is written only after the pointer named it: a resumed job relies on that."""
         *_, name, file = path.split("/")
         if file == "manifest.json" and name not in self._pointer_names:
             self.fail(Violation(f"{node_id} writes {path}, and the pointer never named that checkpoint"))

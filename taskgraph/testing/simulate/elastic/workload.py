@@ -43,7 +43,7 @@ class Recorder(Protocol):
         """Called when a worker's code has got a total of this many parts."""
 
     def on_boundary(self, node: str, position: int, history: bytes, state: bytes) -> None:
-        """Called between two steps of a worker, before each round, and at the end.
+        """Called before each round of a worker, and at the end.
 
         Args:
             history: a digest of all totals before.
