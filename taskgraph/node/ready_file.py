@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,14 +26,14 @@ _LOOK_S = 0.5
 
 
 def begin_not_ready(path: Path) -> None:
-    """Removes the file that a killed node left, and checks that it can be made.
+    """Removes the file that a killed node left, and checks that its directory takes files.
 
     Raises:
-        JobError: it cannot be made or removed.
+        JobError: the file cannot be removed, or none can be made there.
     """
     try:
-        path.touch()
-        path.unlink()
+        path.unlink(missing_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()  # not the file itself, which a probe might see
     except OSError as error:
         raise JobError(f"--ready-file {path}: {error.strerror}: name a file in a directory of your own") from error
 

@@ -89,7 +89,8 @@ async def test_certificates_with_a_fixed_name(cli: Cli, submitted: tuple[str, ..
 async def test_ready_file_and_drained_code(cli: Cli, submitted: tuple[str, ...]) -> None:
     setup_gate, ready = cli.root / "setup", [cli.cwd / name for name in ("a.ready", "b.ready")]
     setup_gate.touch()
-    options = ("pause_at=3", f"gate={cli.gate}", f"setup_gate={setup_gate}", *until_finish(cli))
+    paused = cli.root / "paused"
+    options = ("pause_at=3", f"gate={cli.gate}", f"paused={paused}", f"setup_gate={setup_gate}", *until_finish(cli))
     await submit(cli, "ready", DRIVER, *options)
     ready[0].touch()  # a killed node left it
 
@@ -99,6 +100,7 @@ async def test_ready_file_and_drained_code(cli: Cli, submitted: tuple[str, ...])
 
     a = await start("a")
     await becomes(lambda: not ready[0].exists())
+    await becomes(paused.exists)  # before the job begins, a node is ready, too
     await becomes(ready[0].exists)
     setup_gate.unlink()  # backups on b wait
     b = await start("b")
