@@ -134,7 +134,9 @@ def _make_tensor(data: memoryview, named: NamedArray | None, otherwise: str, nam
 
 
 def _named_arrays(value: Encoded) -> list[NamedArray]:
-    """Returns the arrays that get a tensor with their name: large ones first, until the header is full."""
+    """Returns the arrays that are stored as tensors of their own names: those with a buffer of their own first, then
+    small ones, as many as the header has room for. Empty ones and unknown dtypes are left out.
+    """
     found = [one for one in outline(value) if _safe_name(one.dtype) and one.data.nbytes]
     found.sort(key=lambda one: one.buffer is None)
     room = _NAMES_BYTES

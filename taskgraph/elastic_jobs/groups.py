@@ -186,7 +186,7 @@ class Group:
         what = f"group.{operation} {self._operations} ".encode() + self._what
         done: tuple[int, Sums] | None = None
         while isinstance(answer := progress.ask(len(self.members), what, done), int):
-            with progress.calling(f"group.{operation}"):
+            with progress.running_user_function(f"group.{operation}"):
                 done = answer, self._contribution(answer, contribute)
         progress.seed(SUMMED)
         self._check_complete(answer)

@@ -37,7 +37,7 @@ class WorkerNode(NodeLife):
         """Forgets the state: this worker begins outside, and copies it."""
         raise NotImplementedError
 
-    def copy_anew(self) -> None:
+    def begin_anew_behind(self) -> None:
         """Begins anew, outside any view, since the workers do not keep the totals that this newcomer lacks."""
         raise NotImplementedError
 
@@ -45,11 +45,11 @@ class WorkerNode(NodeLife):
         """True once user code may compute."""
         raise NotImplementedError
 
-    def begin(self) -> None:
-        """Lets user code begin with nothing."""
+    def let_code_begin(self) -> None:
+        """Lets user code begin with the state that it makes."""
         raise NotImplementedError
 
-    def begin_with(self, copy: StateCopy, lineage: int) -> None:
+    def let_code_begin_with(self, copy: StateCopy, lineage: int) -> None:
         """Lets user code begin with a copied state."""
         raise NotImplementedError
 

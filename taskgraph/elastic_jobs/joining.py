@@ -55,7 +55,7 @@ class Joining:
                 if copied and await self._follow(donor):
                     return
             if copied and self._behind >= set(donors) and donors:
-                node.copy_anew()
+                node.begin_anew_behind()
                 return
             await node.short_pause()
 
@@ -73,7 +73,7 @@ class Joining:
             return False
         text, size = f"copies the state of {name_of(donor)}", cast(StateCopy, reply).value.size_bytes
         self._node.trace.keep(mark, "copy", text, peer=name_of(donor), size_bytes=size)
-        self._node.begin_with(cast(StateCopy, reply), lineage)
+        self._node.let_code_begin_with(cast(StateCopy, reply), lineage)
         return True
 
     async def _follow(self, donor: str) -> bool:

@@ -116,7 +116,7 @@ class ElasticNode(WorkerNode):
         self._begin_anew()
         self.views.wake.set()
 
-    def copy_anew(self) -> None:
+    def begin_anew_behind(self) -> None:
         kept = f"{self.settings.max_totals_bytes / 2**20:.4g} MiB"
         text = f"{self.name} fell behind: workers keep {kept} of totals for newcomers (max_totals_bytes)"
         self.events.emit("behind", f"{text}. It copies the state again")
@@ -202,13 +202,13 @@ class ElasticNode(WorkerNode):
     def has_begun(self) -> bool:
         return self.call.begun
 
-    def begin(self) -> None:
-        self.call.begin()
+    def let_code_begin(self) -> None:
+        self.call.let_code_begin()
 
-    def begin_with(self, copy: StateCopy, lineage: int) -> None:
+    def let_code_begin_with(self, copy: StateCopy, lineage: int) -> None:
         self.lineage = lineage
         self.reports.continue_from(copy.reports, copy.step)
-        self.call.begin_with(copy)
+        self.call.let_code_begin_with(copy)
 
     async def copied_state(self) -> StateCopy | None:
         return await self.call.copied_state()
@@ -233,7 +233,9 @@ class ElasticNode(WorkerNode):
         return Compare(self.keeper.view.keys.node(self.id), self.node_revision)
 
     async def _finish(self, call: UserCall) -> bool:
-        """Ends the job once all workers hold the last total. Returns False if this worker begins anew meanwhile."""
+        """Ends the job once all workers hold the last total. Returns True if the job has ended, also by another worker;
+        False: this worker begins anew.
+        """
         positions = call.positions
         sums = positions - 1  # the last one is the end of the function on all workers
         if call is self.call:

@@ -18,7 +18,7 @@ from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.rows import check_same
 from taskgraph.elastic_jobs.seeding import Turn, derived_seed, seed_generators
-from taskgraph.elastic_jobs.sharing import check_shared
+from taskgraph.elastic_jobs.sharing import refuse_shared_memory
 from taskgraph.elastic_jobs.state import capture, check_names, digests, leaves, load, writable
 from taskgraph.errors import StateError, StepError
 from taskgraph.graph.sums import Sums
@@ -149,8 +149,10 @@ class Progress:
         return answer
 
     @contextmanager
-    def calling(self, call: str) -> Iterator[None]:
-        """Within it a function of user code runs on this worker alone. An exception of it has to end the job."""
+    def running_user_function(self, call: str) -> Iterator[None]:
+        """Within it `ask` raises StepError, since a function of user code runs on this worker only; also after an
+        exception has left it.
+        """
         self._inside = call
         yield
         self._inside = ""
@@ -187,7 +189,7 @@ class Progress:
         """
         check_names(state)
         if self.watch is not None or self.node.state_wanted or is_checked(number):
-            check_shared(leaves(state))
+            refuse_shared_memory(leaves(state))
         self.node.trace.begin_step(number)
         if self.watch is not None:
             self.watch.boundary(number, state)
@@ -246,7 +248,7 @@ class Progress:
             if self.watch is not None:
                 self.watch.piece()
             mark = trace.begin()
-            with self.calling(call):
+            with self.running_user_function(call):
                 value = encode([function(pieces[answer])], what=f"the result of {call}")
             if modules is not None:
                 modules.put_back()

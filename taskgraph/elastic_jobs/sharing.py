@@ -15,7 +15,7 @@ import numpy as np
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.errors import StateError
 
-__all__ = ["check_shared"]
+__all__ = ["refuse_shared_memory"]
 
 
 class _Array(NamedTuple):
@@ -33,7 +33,7 @@ class _Array(NamedTuple):
         return re.split(r"[.\[]", self.path, maxsplit=1)[0]
 
 
-def check_shared(leaves: Iterable[tuple[str, Any]]) -> None:
+def refuse_shared_memory(leaves: Iterable[tuple[str, Any]]) -> None:
     """Raises StateError if an array shares memory with what has another name.
 
     Args:

@@ -1,6 +1,7 @@
 """One call of the user's function: its thread on one side, the event loop on the other.
 
-    in the thread: first_state, ask, report, give_state, emit    on the loop: begin_with, copied_state, returned, stop
+    in the thread: first_state, ask, report, give_state, emit
+    on the loop: let_code_begin_with, copied_state, returned, stop
 
 A worker that is excluded and enters again calls the function again, with a state that it copies.
 """
@@ -274,11 +275,11 @@ class UserCall:
         """True once user code may compute."""
         return self._start.done()
 
-    def begin(self) -> None:
-        """Lets user code begin with its own state."""
+    def let_code_begin(self) -> None:
+        """Lets user code begin with the state that it makes."""
         self._start.set_result(None)
 
-    def begin_with(self, copy: StateCopy) -> None:
+    def let_code_begin_with(self, copy: StateCopy) -> None:
         """Lets user code begin with a copied state."""
         self._engine.catch_up(copy.position, [])
         self._start.set_result(copy)

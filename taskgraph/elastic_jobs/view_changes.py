@@ -100,9 +100,9 @@ class ViewChanger:
         node, core = self._node, self._node.engine.core
         copy = await self._checkpoints.read()
         if copy is None:
-            node.begin()
+            node.let_code_begin()
         else:
-            node.begin_with(copy, view.lineage)
+            node.let_code_begin_with(copy, view.lineage)
         core.whole = True
         core.enter(view.lineage)
 

@@ -226,7 +226,7 @@ class Composition:
         self.before = before
         """The graph that is expected again; None after the first processor that differs."""
         if before is None:
-            self._begin()
+            self._begin_new_graph()
 
     def is_constant(self, link: str) -> bool:
         """True if the link leads to the same tasks in every epoch."""
@@ -301,7 +301,7 @@ class Composition:
             declared: `inbound` and `outbound` as the user wrote them, with names of links.
         """
         if self.before is not None:
-            self._begin()
+            self._begin_new_graph()
         if not callable(compute):
             raise GraphError(f"{self._where()}: a processor's compute must be callable, not {type(compute).__name__}")
         declaration = self._declaration(compute, wrapper, *declared, name, parallel)
@@ -356,7 +356,7 @@ class Composition:
         )
         self._append(processor, declaration)
 
-    def _begin(self) -> None:
+    def _begin_new_graph(self) -> None:
         """Begins a new graph with the processors that equal those of `before` so far."""
         before, self.before = self.before, None
         self._by_name: dict[str, Processor] = {}
@@ -462,7 +462,7 @@ class Composition:
         if before is not None:
             if self._repeated == len(before.processors):
                 return before
-            self._begin()
+            self._begin_new_graph()
         self._check_results()
         for derived, _ in self._derived.values():
             self._takes.pop((derived.tag, self.task), None)  # it is local: nothing is pulled

@@ -315,7 +315,7 @@ class LocalNodes:
         left = lastwords.read(entry.folder)
         if code != 0 or (left is not None and not left.intended):  # else it left, and wrote that itself
             record = GoneRecord(
-                reason=f"killed by {self._signal_text(-code)}" if code < 0 else f"exited with code {code}",
+                reason=f"killed by {self._explain_signal(-code)}" if code < 0 else f"exited with code {code}",
                 running_code=left.ran if left is not None else (),
                 at=_crash_place(entry.log_path, -code),
                 intended=self._stopping or (left is not None and left.intended),
@@ -330,7 +330,7 @@ class LocalNodes:
         self._runtime.note_node_ended(self._entry.name, entry.log_path)
 
     async def _replace_dead(self, dead: _Process) -> None:
-        """Starts another node in place of a dead one, and waits for processes that the dead one left."""
+        """Starts another node in place of a dead one, unless too many died early; reaps what the dead one left."""
         await self._start_another(dead)
         # While a node is started, this process adopts orphans: those of the dead node would stay zombies.
         await reap_session(dead.process.pid)
@@ -364,8 +364,8 @@ class LocalNodes:
             dead.log_path,
         )
 
-    def _signal_text(self, number: int) -> str:
-        """Names the signal that ended a node, and says if the kernel sent it because memory was used up."""
+    def _explain_signal(self, number: int) -> str:
+        """Names the signal that ended a node. Says, and counts, if the kernel sent it because memory was used up."""
         before, now = self._oom_kills, host.oom_kills() if number == signal.SIGKILL else None
         if before is None or now is None or now - before <= self._by_oom:
             return signal_name(number)

@@ -24,7 +24,7 @@ from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import cancel_and_wait
 from taskgraph.transport.endpoints import host_key
 
-__all__ = ["NodeTrace", "Tracer", "every_of", "every_text"]
+__all__ = ["NodeTrace", "Tracer", "every_text", "trace_interval"]
 
 _READINGS = 16
 """Round trips to a node's clock: the shortest counts."""
@@ -190,7 +190,7 @@ class Tracer:
         view = self._keeper.view
         hosts = len({record.host for record in view.live_nodes(self._run).values()})
         replicas = sum(len(members) for members in view.members.values())
-        return every_of(self._epochs, max(last - first, 0) / (now - began), replicas, hosts)
+        return trace_interval(self._epochs, max(last - first, 0) / (now - began), replicas, hosts)
 
     async def _choose_epochs(self) -> None:
         """Chooses the epochs: from the first that no node had begun before it was traced."""
@@ -286,7 +286,7 @@ class Tracer:
         return self._keeper.view.running
 
 
-def every_of(epochs: int, rate: float, replicas: int, hosts: int) -> int:
+def trace_interval(epochs: int, rate: float, replicas: int, hosts: int) -> int:
     """Returns n, to trace one epoch in n, so that the job loses less than 3 %.
 
     Args:
@@ -306,6 +306,6 @@ def every_text(every: int) -> str:
 
 
 def _state_text(view: JobView) -> str:
-    """Says in which state a job is that does not run."""
+    """Says why a job does not run: its state and the reason, or "deleted"."""
     status = view.status
     return status.record.state + (f": {status.record.reason}" if status.record.reason else "") if status else "deleted"

@@ -197,29 +197,27 @@ class ControlServer:
         methods = grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Status": method(unary, self._with_check(self._status), pb.StatusRequest),
-                "Kill": method(unary, self._with_check(self._kill), pb.KillRequest),
-                "Drain": method(unary, self._with_check(self._drain), pb.DrainRequest),
-                "Events": method(stream, self._stream_with_check(self._follow), pb.EventsRequest),
-                "Results": method(
-                    stream, self._stream_with_check(_with_digest(self._results)), pb.ResultsRequest, bytes
-                ),
-                "Clock": method(unary, self._with_check(self._clock), pb.ClockRequest),
-                "Trace": method(both, self._stream_with_check(self._trace), pb.TraceRequest),
+                "Status": method(unary, self._unary_handler(self._status), pb.StatusRequest),
+                "Kill": method(unary, self._unary_handler(self._kill), pb.KillRequest),
+                "Drain": method(unary, self._unary_handler(self._drain), pb.DrainRequest),
+                "Events": method(stream, self._stream_handler(self._follow), pb.EventsRequest),
+                "Results": method(stream, self._stream_handler(_with_digest(self._results)), pb.ResultsRequest, bytes),
+                "Clock": method(unary, self._unary_handler(self._clock), pb.ClockRequest),
+                "Trace": method(both, self._stream_handler(self._trace), pb.TraceRequest),
             },
         )
         return _Gate(methods, self._credential, self._refusals)
 
     # -- before a call -----------------------------------------------------------------------------------
 
-    async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> ControlledNode:
+    async def _attached_node(self, context: grpc.aio.ServicerContext[Any, Any]) -> ControlledNode:
         """Returns the attached node; aborts the call if there is none yet."""
         if self._node is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the node is starting: try again")
         assert self._node is not None
         return self._node
 
-    def _with_check(
+    def _unary_handler(
         self, function: Callable[[ControlledNode, Any], Awaitable[Any]]
     ) -> Callable[[Any, Any], Awaitable[Any]]:
         """Makes the handler of a call with one reply; while no node is attached, and after a ValueError, it aborts the
@@ -227,7 +225,7 @@ class ControlServer:
         """
 
         async def checked(request: Any, context: Any) -> Any:
-            node = await self._check(context)
+            node = await self._attached_node(context)
             try:
                 return await function(node, request)
             except ValueError as error:
@@ -235,7 +233,7 @@ class ControlServer:
 
         return checked
 
-    def _stream_with_check(
+    def _stream_handler(
         self, function: Callable[[ControlledNode, Any], AsyncGenerator[Any, None]]
     ) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
         """Makes the handler of a call with a stream of replies; it aborts the call while no node is attached, or after
@@ -243,7 +241,7 @@ class ControlServer:
         """
 
         async def checked(request: Any, context: Any) -> AsyncGenerator[Any, None]:
-            node = await self._check(context)
+            node = await self._attached_node(context)
             # Closed as soon as the caller goes, not by the garbage collector: a follower would get events until then.
             async with contextlib.aclosing(function(node, request)) as replies:
                 try:

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["search_garbage_for", "search_garbage_less_often", "searching_garbage_less_often"]
+__all__ = ["adapt_garbage_threshold", "search_garbage_less_often", "searching_garbage_less_often"]
 
 _YOUNGEST_OBJECTS = 2000
 """New objects before the youngest generation is searched, as in Python 3.13; earlier versions have 700. Frequent
@@ -27,11 +27,11 @@ def search_garbage_less_often() -> None:
         gc.set_threshold(*_set)
 
 
-def search_garbage_for(tasks: int) -> None:
-    """Adapts the threshold to the number of primaries on the node, unless user code has set it since."""
+def adapt_garbage_threshold(primaries: int) -> None:
+    """Sets how many new objects start a search, by the number of primaries, unless user code has set it since."""
     global _set
     if _set is not None and gc.get_threshold() == _set:
-        _set = (min(max(_YOUNGEST_OBJECTS, _EACH * tasks), _MOST), *_set[1:])
+        _set = (min(max(_YOUNGEST_OBJECTS, _EACH * primaries), _MOST), *_set[1:])
         gc.set_threshold(*_set)
 
 

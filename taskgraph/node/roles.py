@@ -12,7 +12,7 @@ from taskgraph.device import shared
 from taskgraph.device.cuda import array_module
 from taskgraph.driver.loading import place_of
 from taskgraph.errors import TaskGraphError, error_text
-from taskgraph.node.garbage import search_garbage_for
+from taskgraph.node.garbage import adapt_garbage_threshold
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
@@ -74,7 +74,7 @@ class Roles:
         """
         if self._last_share != len(self.primaries):
             self._last_share = len(self.primaries)
-            search_garbage_for(len(self.primaries))
+            adapt_garbage_threshold(len(self.primaries))
             for primary in self.primaries.values():
                 primary.adapt_share()
 

@@ -16,7 +16,7 @@ from taskgraph.protocol.records import name_of
 from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Outcome", "device_error", "hint", "outcome"]
+__all__ = ["Decision", "decide", "device_error", "hint"]
 
 _MODULES = ("cupy_backends.",)
 """The start of the modules with CuPy's errors of CUDA's runtime, driver and libraries."""
@@ -65,7 +65,7 @@ def hint(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Decision:
     """What to do after a device error. With neither text, the process ends now.
 
     Attributes:
@@ -78,7 +78,7 @@ class Outcome:
     wait: str = ""
 
 
-def outcome(
+def decide(
     view: JobView,
     me: str,
     run: str,
@@ -88,7 +88,7 @@ def outcome(
     limit: int,
     backups: int,
     needs_device: Callable[[int], bool],
-) -> Outcome:
+) -> Decision:
     """Decides after an error of a device in the code of `task`.
 
     Args:
@@ -99,19 +99,19 @@ def outcome(
     before = sorted(n for n, g in view.gone.items() if g.record.task == task and g.record.epoch == epoch)
     if len(before) >= limit:
         names = " and ".join(map(name_of, before))
-        return Outcome(fail=f"the same ended {names} in this epoch before (device_failures={limit})")
+        return Decision(fail=f"the same ended {names} in this epoch before (device_failures={limit})")
     others = {n: r for n, r in view.live_nodes(run).items() if n != me and not r.draining}
     if not others:
-        return Outcome(fail="no other node is there to go on")
+        return Decision(fail="no other node is there to go on")
     mine = {t for t, p in view.primaries.items() if p.record.node == me} | {task}
     alone = []
     for held in sorted(mine):
         able = {n for n, r in others.items() if r.devices or not needs_device(held)}
         if not able:
-            return Outcome(fail=f"no other node may hold task {held}, so that ending this one would not help")
+            return Decision(fail=f"no other node may hold task {held}, so that ending this one would not help")
         stateful = holds_state(view, held) and epoch > 0 and view.checkpoint is None
         if stateful and not any(n in view.nodes and n not in view.gone for n in view.in_sync(held) if n != me):
             if not backups:
-                return Outcome(fail=f"no other node holds the state of task {held}: with backups the job would go on")
+                return Decision(fail=f"no other node holds the state of task {held}: with backups the job would go on")
             alone.append(str(held))
-    return Outcome(wait=f"another node to hold the state of task {', '.join(alone)}" if alone else "")
+    return Decision(wait=f"another node to hold the state of task {', '.join(alone)}" if alone else "")

@@ -27,7 +27,7 @@ from enum import IntEnum
 
 from taskgraph.protocol.view import JobView
 
-__all__ = ["FailureDetector", "Refusal", "State"]
+__all__ = ["FailureDetector", "RefusingPort", "State"]
 
 _EXPIRY_S = 2.0
 """Time after the TTL in which etcd deletes the keys of an ended lease, and all nodes read that."""
@@ -43,7 +43,7 @@ class State(IntEnum):
 
 
 @dataclass(eq=False, slots=True)
-class Refusal:
+class RefusingPort:
     """A port that refuses connections.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Evidence:
     """What is known of one other node.
 
     Attributes:
-        refusal: its port refuses connections.
+        refusing: its port refuses connections.
         trusted: it proved alive although its port refused.
         ended_lease: a lease of it that has ended.
         absent_since: when its key was first absent.
@@ -69,7 +69,7 @@ class _Evidence:
         silent: it has not answered for too long.
     """
 
-    refusal: Refusal | None = None
+    refusing: RefusingPort | None = None
     trusted: bool = False
     ended_lease: int | None = None
     absent_since: float | None = None
@@ -114,7 +114,7 @@ class FailureDetector:
             return State.ABSENT
         if self._has_lease(node, known.ended_lease):
             return State.EXPIRED
-        if known.refusal is not None:
+        if known.refusing is not None:
             return State.REFUSING
         return State.SILENT if known.silent else State.ALIVE
 
@@ -167,19 +167,19 @@ class FailureDetector:
 
     # -- ports ------------------------------------------------------------------------------------
 
-    def refusal(self, node: str | None) -> Refusal | None:
-        """Returns the refusal for which a node is suspected, if any."""
+    def refusing_port(self, node: str | None) -> RefusingPort | None:
+        """Returns since when a node's port refuses connections; None: it does not, as far as known."""
         known = None if node is None else self._known.get(node)
-        return None if known is None else known.refusal
+        return None if known is None else known.refusing
 
     def port_counts(self, node: str) -> bool:
         """True unless the port is known to refuse, or the node proved alive although it refuses."""
         known = self._known.get(node)
-        return known is None or (known.refusal is None and not known.trusted)
+        return known is None or (known.refusing is None and not known.trusted)
 
     def port_refused(self, node: str, now: float) -> None:
         """Notes that all endpoints of a node refused a probe's connections. Call it only if its port counts."""
-        self._of(node).refusal = Refusal(now)
+        self._of(node).refusing = RefusingPort(now)
 
     def connection_lost(self, node: str) -> None:
         """Notes that a connection to the node broke: from now on its port counts again."""
@@ -192,7 +192,7 @@ class FailureDetector:
         Returns True if it was suspected for its port.
         """
         known = self._of(node)
-        was, known.refusal, known.trusted = known.refusal, None, trusted
+        was, known.refusing, known.trusted = known.refusing, None, trusted
         return was is not None
 
     def refusing(self, view: JobView, now: float) -> tuple[list[str], list[str]]:
@@ -206,8 +206,8 @@ class FailureDetector:
         probed: list[str] = []
         alive: list[str] = []
         for node, known in self._known.items():
-            if known.refusal is not None and node in view.nodes and node not in view.gone:
-                renewed = known.refusal.since < now - self._ttl_s - _EXPIRY_S
+            if known.refusing is not None and node in view.nodes and node not in view.gone:
+                renewed = known.refusing.since < now - self._ttl_s - _EXPIRY_S
                 (alive if renewed else probed).append(node)
         return probed, alive
 
@@ -218,7 +218,7 @@ class FailureDetector:
         """
         found: dict[str, int] = {}
         for node, known in self._known.items():
-            for task, revision in known.refusal.taken.items() if known.refusal is not None else ():
+            for task, revision in known.refusing.taken.items() if known.refusing is not None else ():
                 primary = view.primaries.get(task)
                 if primary is not None and primary.record.node == node and primary.mod_revision > revision:
                     found.setdefault(node, task)
@@ -273,8 +273,8 @@ class FailureDetector:
         """Counts all times from now on: this node was frozen or cut off, and could not see the others."""
         for known in self._known.values():
             known.absent_since = None if known.absent_since is None else now
-            if known.refusal is not None:
-                known.refusal.since = now
+            if known.refusing is not None:
+                known.refusing.since = now
 
     def resume(self) -> None:
         """Ends the pause, once the others have had a moment to come back: absent nodes count again."""

@@ -153,7 +153,7 @@ class Reason:
     NOT_HERE = "not here"  # this node has no replica of that task
     STALE = "stale"  # the sender's stamp or term is behind: it must read etcd
     ATTEMPT_GONE = "attempt gone"  # the receiver's attempt ended while the call was parked
-    NOT_OFFERED = "not offered"  # the producer does not declare the channel in this epoch: a bug of the job
+    NOT_OFFERED = "not offered"  # the task has no such channel in this epoch, or no such handler: a bug of the job
     MOVED_ON = "moved on"  # the version of the seal is not the current one of the task
     DONE = "done"  # the task is done with that epoch, and takes no more messages in it
     CONFLICT = "conflict"  # same identity, other content: the epoch must restart

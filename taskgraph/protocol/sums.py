@@ -119,7 +119,7 @@ class Ledger:
     _sent: dict[_Key, bytes] | None = None
     _received: dict[_Key, bytes] | None = None
 
-    def sent(self, kind: Kind, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+    def count_sent(self, kind: Kind, sender: int, receiver: int, name: str, digest: bytes) -> bool:
         """Counts an entry that this task sent. Returns False if it was counted before.
 
         Raises:
@@ -135,7 +135,7 @@ class Ledger:
         self.sent_sum = (self.sent_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
-    def received(self, kind: Kind, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+    def count_received(self, kind: Kind, sender: int, receiver: int, name: str, digest: bytes) -> bool:
         """Counts an entry that this task received. Returns False if it was counted before.
 
         Raises:

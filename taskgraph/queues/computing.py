@@ -312,7 +312,7 @@ def _end(of: Computing, outs: Outputs) -> None:
     it, epoch, share = of.it, of.epoch, of.share
     for todo in _lacking(share):
         share.results[todo.place] = _value(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)
-    for reply in _send_on(it, epoch, share):
+    for reply in _send_with_results(it, epoch, share):
         reply.wait()
     _put(it, share, outs)
 
@@ -322,7 +322,7 @@ async def _end_async(of: Computing, outs: Outputs) -> None:
     it, epoch, share = of.it, of.epoch, of.share
     for todo in _lacking(share):
         share.results[todo.place] = await _value_async(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)
-    for reply in _send_on(it, epoch, share):
+    for reply in _send_with_results(it, epoch, share):
         await reply
     _put(it, share, outs)
 
@@ -334,8 +334,11 @@ def _lacking(share: Share) -> list[Todo]:
     return [Todo(row[0], row[1], row[2], 0) for row in rows if row[0] not in share.results]
 
 
-def _send_on(it: MapOf, epoch: Epoch, share: Share) -> list[Reply]:
-    """Sends what is due with the results that count. Returns the replies to wait for."""
+def _send_with_results(it: MapOf, epoch: Epoch, share: Share) -> list[Reply]:
+    """Sends the pushes of the results that this task puts, and tells the dealer which pieces are done or set aside.
+
+    Returns the replies to wait for.
+    """
     last = share.last
     assert last is not None
     rows: list[tuple[int, int, int]] = last["results"].tolist()

@@ -18,9 +18,10 @@ __all__ = ["PieceWork"]
 
 
 class PieceWork:
-    """The `Work` of pieces: that of their attempt, until it is closed.
+    """The `Work` that the code of a piece uses: it passes all on to the attempt, until `close`.
 
-    A thread that sends a message does so before `close`, while the epoch is open, or it gets AttemptEnded.
+    After that any use raises AttemptEnded: another task has computed the piece. A message is sent before `close`, or
+    not at all.
     """
 
     def __init__(self, work: Work) -> None:

@@ -56,7 +56,9 @@ _RETURN_DELAY_S: Final = 0.02
 
 
 class Lending:
-    """The lender's side: leases that it gave to the peer of a session.
+    """The lender's side of a session: memory of this host that the peer reads without a copy.
+
+    A lease is one lent block, until the peer returns it. It is not a lease of etcd.
 
     Args:
         now: a clock, in seconds.

@@ -125,7 +125,7 @@ class _Arena:
             release_pages(self.region.address + offset, size)
 
 
-class _Segment:
+class _ArenaSegment:
     """A part of an arena that takes one value after another."""
 
     __slots__ = ("arena", "freed_at", "memory", "offset", "pin", "size", "spoiled")
@@ -173,7 +173,7 @@ class Use(Finalizer[Block]):
     locked: bool
     offset: int
     region: Region | None
-    segment: _Segment
+    segment: _ArenaSegment
 
     def spoil(self) -> None:
         """Marks the segment as spoiled, so that it is never written again, and retires its arena."""
@@ -209,7 +209,7 @@ class Pool:
         self._clock = clock
         self._lock = threading.Lock()
         self._shared = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
-        self._idle: list[_Segment] = []  # the last used one is last, and likely in the cache
+        self._idle: list[_ArenaSegment] = []  # the last used one is last, and likely in the cache
         self._idle_bytes = 0
         self._used: set[Use] = set()
         self._garbage: deque[Use] = deque()
@@ -251,7 +251,7 @@ class Pool:
         move_to_huge_pages(*piece)  # without the lock, since it may take a while
         return block
 
-    def _take(self, nbytes: int) -> _Segment | None:
+    def _take(self, nbytes: int) -> _ArenaSegment | None:
         """Returns an idle segment of a fitting size, or a new one; None: there is no memory, or the pool is full."""
         if self._closed:
             return None
@@ -283,17 +283,17 @@ class Pool:
                 self._shared = False
             return None
 
-    def _cut(self, size: int) -> _Segment:
+    def _cut(self, size: int) -> _ArenaSegment:
         """Makes a segment. Segments smaller than a huge page share an arena."""
         huge = huge_page_bytes() if self._shared else 0
         if size >= huge:
-            return _Segment(_Arena(size, shared=self._shared), size)
+            return _ArenaSegment(_Arena(size, shared=self._shared), size)
         arena = self._arena
         if arena is None or arena.retired or arena.size - arena.cut < size:
             self._end_arena()
             arena = self._arena = _Arena(_PAGES * huge, shared=True)
         self._cut_at = self._clock()
-        return _Segment(arena, size)
+        return _ArenaSegment(arena, size)
 
     def _end_arena(self) -> None:
         """Gives the unused rest of the current arena back to the kernel; the next small segment begins another
@@ -326,7 +326,7 @@ class Pool:
         """Closes the segment that was idle for longest."""
         self._drop(self._idle[:1])
 
-    def _drop(self, idle: Sequence[_Segment]) -> None:
+    def _drop(self, idle: Sequence[_ArenaSegment]) -> None:
         """Closes these idle segments."""
         for segment in idle:
             self._idle.remove(segment)

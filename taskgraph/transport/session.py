@@ -180,7 +180,10 @@ class Session(asyncio.BufferedProtocol):
             self._send_hello(self._hello.open())
 
     def _on_reader_error(self, error: Exception) -> None:
-        """Ends the session after an error of the reader, or of a handler that it called."""
+        """Ends the session after a refused hello, of which it tells the peer, or a frame that cannot be read.
+
+        Raises any other error: a mistake of a handler that the reader called.
+        """
         if isinstance(error, HelloRefused):
             self._on_refused(error)
         elif isinstance(error, OtherVersion) and not self._hello.done:

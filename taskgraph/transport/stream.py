@@ -366,7 +366,7 @@ class StreamTransport:
         if self._state != "running":
             return None
         if peer.node == self._node:
-            return self._call_self_now(message)
+            return self._begin_own_call(message)
         session = self._dialled.get(peer.node)
         return session.begin(message, quiet=quiet) if session is not None and session.open else None
 
@@ -374,16 +374,16 @@ class StreamTransport:
         if self._state != "running":
             return None
         if peer.node == self._node:
-            return self._calls_self_now(message)
+            return self._begin_own_calls(message)
         session = self._dialled.get(peer.node)
         return session.begin_all(message) if session is not None and session.open else None
 
-    def _call_self_now(self, message: Call) -> asyncio.Future[Reply] | None:
+    def _begin_own_call(self, message: Call) -> asyncio.Future[Reply] | None:
         """Begins a call of the node to itself; None if `Serve` has to be called."""
         reply = answer_now(self.serve, self._node, message)
         return None if reply is None else self._own_call(message, reply)
 
-    def _calls_self_now(self, message: Pull) -> list[asyncio.Future[Reply]] | None:
+    def _begin_own_calls(self, message: Pull) -> list[asyncio.Future[Reply]] | None:
         """Begins the calls of a pull of the node to itself; None if `ServeNow` has to be called for each."""
         replies = try_answer_all_now(self.serve, self._node, message)
         if replies is None:
@@ -493,8 +493,12 @@ class StreamTransport:
     async def _dial_endpoint(
         self, peer: Peer, endpoint: str, progress: _DialProgress, *, probe: bool
     ) -> DialledSession:
-        """Connects to one endpoint, and returns its session after the hello. Raises PeerGone, PeerLost or
-        _BrokeInHello.
+        """Connects to one endpoint, and returns its session after the hello.
+
+        Raises:
+            PeerGone: the port refuses, or another node listens there.
+            PeerLost: no connection came about in time.
+            _BrokeInHello: the connection broke before the hello was over.
         """
         loop = asyncio.get_running_loop()
         try:

@@ -7,7 +7,7 @@ import pytest
 from protocol_kit import RUN, World, node_record
 
 from taskgraph.protocol import transactions
-from taskgraph.protocol.deviceloss import Outcome, device_error, hint, outcome
+from taskgraph.protocol.deviceloss import Decision, decide, device_error, hint
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, GoneRecord
 
 
@@ -83,9 +83,9 @@ def test_circular_chain_of_errors_ends() -> None:
     assert device_error(one) is None
 
 
-def follows(world: World, me: str = "a", task: int = 0, epoch: int = 3, **fields: object) -> Outcome:
+def follows(world: World, me: str = "a", task: int = 0, epoch: int = 3, **fields: object) -> Decision:
     given: dict[str, object] = {"limit": 2, "backups": 1, "needs_device": lambda task: False, **fields}
-    return outcome(world.view(), me, RUN, task, epoch, **given)  # type: ignore[arg-type]
+    return decide(world.view(), me, RUN, task, epoch, **given)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -107,21 +107,21 @@ def end(world: World, node: str, task: int, epoch: int) -> None:
 
 
 def test_process_ends_if_others_have_its_tasks(world: World) -> None:
-    assert follows(world) == Outcome()
+    assert follows(world) == Decision()
 
 
 def test_process_first_gives_its_state_away(world: World) -> None:
     world.die("b")
-    assert follows(world) == Outcome(wait="another node to hold the state of task 0")
+    assert follows(world) == Decision(wait="another node to hold the state of task 0")
     assert world.admit(0, "a", "c").succeeded
-    assert follows(world) == Outcome()
+    assert follows(world) == Decision()
 
 
 def test_other_tasks_of_the_node_are_kept(world: World) -> None:
     """b met an error in task 1, and a is gone: then b leads both, alone."""
     world.die("a")
     assert world.take_over(0, "b").succeeded
-    assert follows(world, "b", 1) == Outcome(wait="another node to hold the state of task 0, 1")
+    assert follows(world, "b", 1) == Decision(wait="another node to hold the state of task 0, 1")
 
 
 @pytest.mark.parametrize("why", ["without state", "epoch 0", "checkpoint"])
@@ -130,7 +130,7 @@ def test_recomputable_state_needs_no_backup(why: str) -> None:
     world.first(0, "a", stateful=why != "without state")
     if why == "checkpoint":
         world.put(world.keys.checkpoint, CheckpointRecord(epoch=2, attempt=1, name="x").to_bytes())
-    assert follows(world, epoch=0 if why == "epoch 0" else 3, backups=0) == Outcome()
+    assert follows(world, epoch=0 if why == "epoch 0" else 3, backups=0) == Decision()
 
 
 def test_without_backups_the_state_would_be_lost_so_the_job_fails() -> None:
@@ -143,19 +143,19 @@ def test_device_failures_per_epoch_are_bounded(world: World) -> None:
     world.register("d")
     world.register("e")
     end(world, "d", 0, 3)
-    assert follows(world) == Outcome()
+    assert follows(world) == Decision()
     end(world, "e", 0, 3)
     assert follows(world).fail == "the same ended d and e in this epoch before (device_failures=2)"
-    assert follows(world, limit=3) == Outcome()
-    assert follows(world, task=1) == Outcome(), "of another task"
-    assert follows(world, epoch=4) == Outcome(), "the job came further"
+    assert follows(world, limit=3) == Decision()
+    assert follows(world, task=1) == Decision(), "of another task"
+    assert follows(world, epoch=4) == Decision(), "the job came further"
 
 
 def test_another_node_with_a_device_is_needed(world: World) -> None:
     assert "no other node may hold task 0" in follows(world, needs_device=lambda task: task == 0).fail
     record = msgspec.structs.replace(node_record("g"), devices=1)
     world.revisions["g"] = world.run(transactions.register(world.view(), "g", record)).revision
-    assert follows(world, needs_device=lambda task: task == 0) == Outcome()
+    assert follows(world, needs_device=lambda task: task == 0) == Decision()
     alone = World("a")
     alone.first(0, "a")
     assert follows(alone, epoch=0).fail == "no other node is there to go on"

@@ -299,7 +299,7 @@ def a_newcomer_enters_before_its_state(patch: pytest.MonkeyPatch) -> None:
         self._engine.catch_up(copy.position, [])
         self._start.set_result(None)
 
-    _changed(patch, UserCall, "begin_with", begin_with)
+    _changed(patch, UserCall, "let_code_begin_with", begin_with)
 
 
 @plant
@@ -307,7 +307,7 @@ def a_newcomer_begins_one_step_later_than_its_state(patch: pytest.MonkeyPatch) -
     def begin_with(begun: Callable[..., None], self: UserCall, copy: StateCopy) -> None:
         begun(self, StateCopy(copy.step + 1, copy.position, copy.tag, copy.value, copy.reports))
 
-    _changed(patch, UserCall, "begin_with", begin_with)
+    _changed(patch, UserCall, "let_code_begin_with", begin_with)
 
 
 @plant

@@ -484,7 +484,7 @@ class Attempt:
         for consumer in consumers:
             if not self.out.put(tag, consumer, value):
                 continue  # the attempt is over
-            self.ledger.sent("item", self.task, consumer, tag, value.digest)
+            self.ledger.count_sent("item", self.task, consumer, tag, value.digest)
             kept = size
             if now:
                 self._tracing.keep("put", tag, consumer, now, now, self.task, self.stamp, self.term, size)

@@ -232,7 +232,7 @@ class Inbound:
         size = value.size_bytes
         if size > LARGE_BYTES or self._pulls.large:
             self._pulls.item_arrived(tag, producer, value)
-        self._ledger.received("item", producer, task, tag, value.digest)
+        self._ledger.count_received("item", producer, task, tag, value.digest)
         if producer != task:  # otherwise the put has counted it
             self.taken_bytes += size
         if self._since:

@@ -66,7 +66,7 @@ class Mailbox:
     async def send_flag(self, where: str, to: int, value: Encoded) -> None:
         """Delivers a flag, and waits for its acknowledgement."""
         attempt = self._attempt
-        attempt.ledger.sent("flag", attempt.task, to, value.digest.hex(), value.digest)
+        attempt.ledger.count_sent("flag", attempt.task, to, value.digest.hex(), value.digest)
         if attempt.recording is not None:
             attempt.recording.flags.add((to, value.digest))
         reply = await self._call(
@@ -105,8 +105,8 @@ class Mailbox:
             assert isinstance(reply, Answer)
             if not reply.pure:
                 name = f"{method}/{number}"
-                attempt.ledger.sent("request", attempt.task, to, name, value.digest)
-                attempt.ledger.received("answer", to, attempt.task, name, reply.value.digest)
+                attempt.ledger.count_sent("request", attempt.task, to, name, value.digest)
+                attempt.ledger.count_received("answer", to, attempt.task, name, reply.value.digest)
                 self.terms[to] = max(self.terms.get(to, 0), reply.term)
             if replied is not None:
                 replied(reply.value)
@@ -140,7 +140,7 @@ class Mailbox:
         name = message.value.digest.hex()
         if not attempt.ledger.has_received("flag", message.sender, attempt.task, name):
             attempt.check_open()
-            attempt.ledger.received("flag", message.sender, attempt.task, name, message.value.digest)
+            attempt.ledger.count_received("flag", message.sender, attempt.task, name, message.value.digest)
             attempt.spawn(self._run_flag(message))
         return Accepted(attempt.term)
 
@@ -181,7 +181,7 @@ class Mailbox:
         if known is None:
             attempt.check_open()
             name = f"{message.method}/{message.number}"
-            attempt.ledger.received("request", message.sender, attempt.task, name, message.value.digest)
+            attempt.ledger.count_received("request", message.sender, attempt.task, name, message.value.digest)
             answer = attempt.spawn(self._run_request(message, method_name, pure=False))
             self._answers[key] = known = (message.value.digest, answer)
         digest, answer = known
@@ -236,7 +236,7 @@ class Mailbox:
         if not pure:
             name = f"{message.method}/{message.number}"
             try:
-                attempt.ledger.sent("answer", attempt.task, message.sender, name, value.digest)
+                attempt.ledger.count_sent("answer", attempt.task, message.sender, name, value.digest)
             except Conflict as conflict:  # cannot be: a handler runs once per identity
                 raise AssertionError(str(conflict)) from conflict
         return Answer(attempt.stamp, attempt.term, pure, value)

@@ -146,7 +146,7 @@ async def _run_to_end(work: Replay, step: Step, processors: Mapping[str, Process
         running.result()
     finally:
         if not running.done():
-            work.end()
+            work.wake_threads()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
@@ -327,8 +327,8 @@ class Replay:
         if not future.done():  # a timeout may have cancelled it
             future.set_result(value)
 
-    def end(self) -> None:
-        """Wakes threads that still wait for replies."""
+    def wake_threads(self) -> None:
+        """Raises AttemptEnded in threads that still wait for replies."""
         for future in tuple(self._pending):
             if not future.done():
                 future.set_exception(AttemptEnded(held=True))

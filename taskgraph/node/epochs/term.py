@@ -54,17 +54,18 @@ class Term(Protocol):
         """Reports to the leader that the task is idle in an attempt's epoch, at that version."""
 
     async def call(self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
-        """Calls the primary of a task for an attempt, with retries.
+        """Calls the primary of a task for an attempt; again while that primary is lost or replaced.
 
-        If the call is refused for good, the attempt cannot finish: the epoch restarts, which cancels this.
+        If the call is refused for another reason, this asks for a restart of the epoch, and waits until the restart
+        cancels it.
 
         Args:
             what: names the call in messages.
-            lost: says in messages that the call is refused for good.
+            lost: says in messages what the attempt cannot do then.
 
         Raises:
-            Refused: the called task does not serve such a call.
-            TaskGraphError: a retry would be refused, too.
+            Refused: the called task has no such channel or handler.
+            TaskGraphError: a restart would not help, e.g. since the value cannot be copied.
         """
 
     def fail_for_late_message(self, attempt: Attempt, error: GraphError) -> None:

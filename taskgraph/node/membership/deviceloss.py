@@ -14,7 +14,7 @@ from taskgraph.errors import CoordinationError, TaskGraphError
 from taskgraph.node.replica import COPIES
 from taskgraph.node.usercode.errors import UserCodeError, cuda_error
 from taskgraph.protocol import transactions
-from taskgraph.protocol.deviceloss import Outcome, hint, outcome
+from taskgraph.protocol.deviceloss import Decision, decide, hint
 from taskgraph.protocol.records import GoneRecord
 
 if TYPE_CHECKING:
@@ -77,17 +77,17 @@ class DeviceLoss:
             return ""
         if self._leaving or not self._node.running:
             return None
-        if why := self._outcome(task, epoch).fail:
+        if why := self._decide(task, epoch).fail:
             return why + hint(found)
         self._leaving = True
         # Owned by the node, which must end even if that primary is replaced meanwhile.
         self._node.own(self._leave(error, found, task, epoch), "leave without a device")
         return None
 
-    def _outcome(self, task: int, epoch: int) -> Outcome:
+    def _decide(self, task: int, epoch: int) -> Decision:
         """Decides by the view whether a device error fails the job, and what this node waits for before it ends."""
         node = self._node
-        return outcome(
+        return decide(
             node.keeper.view,
             node.id,
             node.spec.run,
@@ -122,16 +122,16 @@ class DeviceLoss:
     async def _wait_for_replicas(self, task: int, epoch: int) -> str:
         """Waits until another node has each state that only this node has. Returns why the job fails instead, or ""."""
         node = self._node
-        if (first := self._outcome(task, epoch)).wait:
+        if (first := self._decide(task, epoch)).wait:
             text = f"task {task} met an error of its device; its node {node.name} ends, and waits for {first.wait}"
             node.events.emit("waits", text, task=task, epoch=epoch)
         try:
             async with asyncio.timeout(node.settings.drain_s):
-                await node.keeper.wait_until(lambda _: not self._outcome(task, epoch).wait)
+                await node.keeper.wait_until(lambda _: not self._decide(task, epoch).wait)
         except TimeoutError:
-            waited = self._outcome(task, epoch).wait
+            waited = self._decide(task, epoch).wait
             return f"{node.name} waited {node.settings.drain_s:g} s (drain_s) for {waited}" if waited else ""
-        return self._outcome(task, epoch).fail
+        return self._decide(task, epoch).fail
 
     async def _declare_gone(self, record: GoneRecord) -> None:
         """Declares this node gone at once, so that takeovers need not wait for the end of the process."""

@@ -105,7 +105,7 @@ class Suspicion:
         """Starts a probe after a moment, if the node is still registered and no evidence has come meanwhile."""
         try:
             await asyncio.sleep(_DOUBT_S)
-            if self.detector.refusal(node) is None:
+            if self.detector.refusing_port(node) is None:
                 await self._node.keeper.refresh()  # it may have left in good order, which the view does not show yet
                 view = self._node.keeper.view
                 if node in view.nodes and node not in view.gone:
@@ -114,7 +114,7 @@ class Suspicion:
             self._doubted.discard(node)
 
     def _probe_unless_refused(self, node: str) -> None:
-        if self.detector.refusal(node) is None:
+        if self.detector.refusing_port(node) is None:
             self._probe_soon(node)
 
     def _probe_soon(self, node: str) -> None:

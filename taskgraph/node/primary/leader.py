@@ -79,8 +79,8 @@ _MAX_REFUSALS = 20
 """Refused commits in a row, each with a freshly read view, that fail the job: no stale view explains them."""
 
 
-class _LedgerCheck(NamedTuple):
-    """The result of the leader's last request for the tasks' ledgers."""
+class _LedgerLook(NamedTuple):
+    """When the leader last asked for the tasks' ledgers, and what that explained: decides when it may ask again."""
 
     at: float
     entries: int
@@ -108,7 +108,7 @@ class LeaderRole:
         self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # timeout for the primaries' answers
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
-        self._last_look: _LedgerCheck | None = None  # the last look at ledgers with unequal sums
+        self._last_look: _LedgerLook | None = None  # the last look at ledgers with unequal sums
         self._last_differences: tuple[Stamp, list[str]] | None = None  # the differences in the last ledgers
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """The view after a refused commit, and how often it was the same."""
@@ -363,7 +363,7 @@ class LeaderRole:
             for number in numbers:
                 if rows[number]:
                     self._primary.replica.log.add(number, rows[number])
-            self._emit_if_thinned(numbers[-1])
+            self._announce_thinned_reports(numbers[-1])
             self._committed = numbers.stop
             self._rows_came.set()
         self._emit_committed(stamp.attempt, rows, view)
@@ -377,7 +377,7 @@ class LeaderRole:
         if self._leader.ready:  # tasks that work ahead have reported already
             self._wake_if_due()
 
-    def _emit_if_thinned(self, epoch: int) -> None:
+    def _announce_thinned_reports(self, epoch: int) -> None:
         """Emits an event, once, when reports are thinned."""
         log = self._primary.replica.log
         if self._emitted_thinned or self._primary.began_thinned or not log.is_thinned:
@@ -494,7 +494,7 @@ class LeaderRole:
         waits = tuple(found.waits(self._node))
         nothing_but_waits = waits and not (found.differing if diverged.replaced else found.disagreements)
         explained = (diverged, fence, news) if nothing_but_waits else None
-        self._last_look = _LedgerCheck(self._clock(), found.entries, explained)
+        self._last_look = _LedgerLook(self._clock(), found.entries, explained)
         if diverged.replaced:
             # A task at work may just be slow. If it waits for messages of a dead primary, ledgers differ, and still
             # differ when they are asked for again.

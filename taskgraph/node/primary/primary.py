@@ -339,8 +339,8 @@ class Primary:
             moving.cancel()
 
     def _check_work(self, work: asyncio.Task[None]) -> None:
-        """Passes an error of the work to the waiting attempt, if the error is of the epoch at work: a later epoch may
-        be undone.
+        """Passes an error of the work to the waiting attempt. A later epoch's error of user code waits until that
+        epoch is at work, since it may be undone: `_wait_until_moved` checks again.
         """
         moving, lanes = self._moving, self._lanes
         if work.cancelled() or moving is None or moving.done() or lanes is None:
@@ -668,10 +668,10 @@ class Primary:
         return True
 
     def _restart_after_refusal(self, stamp: Stamp, refused: Refused, why: str) -> None:
-        """Asks for a restart of the epoch, since a call was refused for good.
+        """Asks for a restart of the epoch, since a call of this attempt was refused and is not tried again.
 
         Raises:
-            TaskGraphError: a restart would not help.
+            TaskGraphError: the call would be refused in each attempt, or device errors came in too many of them.
         """
         again = refused.reason == Reason.NOT_COPIED
         if refused.reason == Reason.DEVICE_ERROR:

@@ -71,7 +71,7 @@ class Reporter:
         # Gathered if neither the task nor the job waits for this epoch's commit.
         waited_for = not report.ahead or report.finish
         enough = len(gathered) >= self._batch_size
-        if waited_for or enough or at is None or (report.stamp <= at and not self._deadline.is_early(view)):
+        if waited_for or enough or at is None or (report.stamp <= at and not self._deadline.has_time_left(view)):
             self._send()
             return
         sent.leader = leader.mod_revision if leader is not None else 0

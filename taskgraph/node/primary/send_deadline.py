@@ -44,8 +44,8 @@ class SendDeadline:
         """Notes that all gathered messages were sent."""
         self._sent = True
 
-    def is_early(self, view: JobView) -> bool:
-        """True if the leader waits for more epochs, although all tasks have finished the epoch at work."""
+    def has_time_left(self, view: JobView) -> bool:
+        """True until the deadline; False also if a takeover came since it was set."""
         return self._loop.time() < self._at and view.generation_revision == self._generation
 
     def at(self, overdue: float) -> float:

@@ -293,7 +293,7 @@ class TakeOvers:
         """
         task, view = replica.task, self._node.keeper.view
         await self._node.point("takeover", task, view.epoch.record.epoch if view.epoch is not None else 0)
-        refusal = self._suspicion.detector.refusal(old)
+        refusing = self._suspicion.detector.refusing_port(old)
         began = self._node.tracing.on and clock()
         result = await self._node.writes.execute(txn, view.keys.primary(task), writer)
         if began:
@@ -310,8 +310,8 @@ class TakeOvers:
                 return False  # another node has taken over since
             result = TxnResult(True, result.revision, reread.reads)
         taken = transactions.decode_takeover(result, view, task)
-        if refusal is not None:
-            refusal.taken[task] = taken.revision
+        if refusing is not None:
+            refusing.taken[task] = taken.revision
         await self._node.point("taken", task, taken.epoch)
         whose = f" after {name_of(old)}" if old and old != self._node.id else ""
         self._node.events.emit(

@@ -72,7 +72,7 @@ class UnsentOffers:
             self._bytes += value.size_bytes
         if not goes_on or len(self.boundaries) >= self._enough or self._bytes > _MESSAGE_BYTES:
             self.flush()
-        elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._deadline.is_early(view):
+        elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._deadline.has_time_left(view):
             self.flush_soon()  # the leader waits for it, perhaps also for others made right now
         elif self._timer is None:
             self._set_timer(self._deadline.at(_OVERDUE_SHARE))

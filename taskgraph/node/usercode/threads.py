@@ -125,10 +125,10 @@ class PooledThreads:
         self._threads = 0
         self._blocked = 0  # threads in `block`, which do not count for the limit
         self._idle: list[_Thread] = []  # the last one has the warmest caches
-        self._waiting: deque[_Work[Any]] = deque()  # for a thread
+        self._waiting: deque[_ThreadCall[Any]] = deque()  # for a thread
         self._why_none = ""  # the last reason why no thread could be made
         self._closed = False
-        self.awaited: dict[_Work[Any], None] = {}  # whose future was made
+        self.awaited: dict[_ThreadCall[Any], None] = {}  # whose future was made
         self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._call_scheduled = False  # the loop will call `_call_all`
 
@@ -141,8 +141,8 @@ class PooledThreads:
     def clock(self) -> float:
         return time.perf_counter()
 
-    def start(self, function: Callable[[], R], *, brief: bool) -> _Work[R]:
-        work = _Work(self, self._loop, function)
+    def start(self, function: Callable[[], R], *, brief: bool) -> _ThreadCall[R]:
+        work = _ThreadCall(self, self._loop, function)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the node's threads are closed")
@@ -168,7 +168,7 @@ class PooledThreads:
         work.over = over
         return work
 
-    def _make_thread_for(self, work: _Work[Any]) -> bool:
+    def _make_thread_for(self, work: _ThreadCall[Any]) -> bool:
         """Makes another thread for this work. Returns False if the system allows none."""
         try:
             _Thread(self._serve, f"{self._name}_{self._threads}", work)
@@ -275,8 +275,8 @@ class _Thread:
 
     __slots__ = ("_read", "_write", "work")
 
-    def __init__(self, serve: Callable[[_Thread], None], name: str, work: _Work[Any]) -> None:
-        self.work: _Work[Any] | None = work
+    def __init__(self, serve: Callable[[_Thread], None], name: str, work: _ThreadCall[Any]) -> None:
+        self.work: _ThreadCall[Any] | None = work
         self._read = self._write = -1
         threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
 
@@ -292,7 +292,7 @@ class _Thread:
                 return False
         return True
 
-    def wake(self, work: _Work[Any] | None) -> None:
+    def wake(self, work: _ThreadCall[Any] | None) -> None:
         """Gives work to an idle thread."""
         self.work = work
         os.write(self._write, _WAKE_BYTES)
@@ -306,8 +306,8 @@ class _Thread:
             os.close(descriptor)
 
 
-class _Work(Generic[R]):
-    """A call of a function in a thread of the pool; implements `Work`."""
+class _ThreadCall(Generic[R]):
+    """One call of a function in a thread of the pool, whose result the event loop gets; implements `Work`."""
 
     __slots__ = (
         "_cancelled",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.elastic_jobs.sharing import check_shared
+from taskgraph.elastic_jobs.sharing import refuse_shared_memory
 from taskgraph.elastic_jobs.state import leaves
 from taskgraph.errors import JobFailed, StateError
 
@@ -46,7 +46,7 @@ CLONES = r"keep a copy, for example {k: v.clone() for k, v in model.state_dict()
 )
 def test_what_shares_memory(state: Any, text: str) -> None:
     with pytest.raises(StateError) as failed:
-        check_shared(leaves(state))
+        refuse_shared_memory(leaves(state))
     assert str(failed.value) == text
 
 
@@ -61,7 +61,7 @@ def test_what_shares_memory(state: Any, text: str) -> None:
     ],
 )
 def test_what_does_not(state: Any) -> None:
-    check_shared(leaves(state))
+    refuse_shared_memory(leaves(state))
 
 
 @tg.elastic

@@ -20,7 +20,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError
 from taskgraph.launch import tracing
-from taskgraph.launch.tracing import NodeTrace, Tracer, every_of
+from taskgraph.launch.tracing import NodeTrace, Tracer, trace_interval
 from taskgraph.node.control import ControlServer
 from taskgraph.observe.control_client import TraceCall
 from taskgraph.observe.events import EventLog
@@ -252,4 +252,4 @@ def test_missing_epochs_are_named(seen: int, early: bool, lines: list[str]) -> N
 def test_long_trace_of_a_fast_job_takes_few_epochs(
     epochs: int, rate: float, replicas: int, hosts: int, every: int
 ) -> None:
-    assert every_of(epochs, rate, replicas, hosts) == every
+    assert trace_interval(epochs, rate, replicas, hosts) == every
