@@ -102,7 +102,7 @@ class ElasticNode(WorkerNode):
             self,
             Worker(self.id, together=self._together is not None),
             self.trace,
-            refused=self.suspicion.call_refused,
+            refused=self.suspicion.note_call_refused,
             stable=self._note_stable,
             differ=self.differences.note_differing,
             excluded=self.views.excluded,

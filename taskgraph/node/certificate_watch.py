@@ -63,10 +63,10 @@ class CertificateWatch:
             if now < soon or (key := (path, ends, now >= ends)) in self._emitted:
                 continue
             self._emitted.add(key)
-            self._events.emit("certificate", f"{self._who}: {self._text(path, ends, ended=now >= ends)}")
+            self._events.emit("certificate", f"{self._who}: {self._warning_text(path, ends, ended=now >= ends)}")
         return max(next_s, _LEAST_S)
 
-    def _text(self, path: Path, ends: float, *, ended: bool) -> str:
+    def _warning_text(self, path: Path, ends: float, *, ended: bool) -> str:
         at = f"{datetime.fromtimestamp(ends, UTC):%Y-%m-%d %H:%M:%S} UTC"
         if path == self._tls.ca:
             what, todo = "the authority", "one that goes on, and certificates of it on all hosts"

@@ -169,7 +169,7 @@ class NodeCore:
         await asyncio.sleep(_RETRY_S)
 
     async def point(self, stage: str, task: int, epoch: int) -> None:
-        """Calls the function that tests give, which may kill the node at this moment of an epoch (`Point`)."""
+        """Marks a moment of an epoch: calls the function that a test gave (`Point`), which may kill the node here."""
         if self._point is not None:
             await self._point(stage, task, epoch)
 
@@ -212,7 +212,7 @@ class NodeCore:
     # -- work that ends with the node -------------------------------------------------------------
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Starts a coroutine as an asyncio task, which is cancelled at the node's end."""
+        """Starts a coroutine as an asyncio task of this node, which cancels the task at its end."""
         if self._group is None:
             work.close()
             raise RuntimeError("the node is not running")

@@ -85,7 +85,7 @@ class NodeLife(NodeCore):
         super().__init__(**core)
         self._control, self._token_mark = control, token_mark
         self._results_kept_s = None if keep_results else self.settings.results_kept_s
-        self.router.on_gone = self._on_call_refused
+        self.router.on_call_refused = self._on_call_refused
 
     # -- what runs here ---------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class NodeLife(NodeCore):
         raise NotImplementedError
 
     @property
-    def latest(self) -> int:
+    def latest_epoch(self) -> int:
         """The latest epoch that a task or worker on this node has begun, or the one at work; -1: none."""
         return self.epoch
 
@@ -115,7 +115,7 @@ class NodeLife(NodeCore):
         raise NotImplementedError
 
     def set_ups(self) -> list[asyncio.Task[None]]:
-        """Returns asyncio tasks that end with the node, and that no other part cancels."""
+        """Returns the asyncio tasks of set-ups that run now, which the node cancels at its end."""
         return []
 
     def stop_new_work(self) -> None:
@@ -312,11 +312,11 @@ class NodeLife(NodeCore):
 
     def _on_connection_lost(self, node: str) -> None:
         if self.running:
-            self.suspicion.connection_lost(node)
+            self.suspicion.note_connection_lost(node)
 
     def _on_call_refused(self, node: str) -> None:
         if self.running:
-            self.suspicion.call_refused(node)
+            self.suspicion.note_call_refused(node)
 
     def _note_cancelled(self) -> None:
         """Notes that the node was cancelled: in a node's own process only user code does that, of an unknown task."""

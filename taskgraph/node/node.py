@@ -116,7 +116,7 @@ class Node(NodeServices):
         return node_status(self, self.roles, waits)
 
     @property
-    def latest(self) -> int:
+    def latest_epoch(self) -> int:
         """The latest epoch that a task here has begun, or the one at work; -1: none."""
         latest = (primary.attempts.latest for primary in self.roles.primaries.values())
         return max(self.epoch, *(stamp.epoch for stamp in latest if stamp is not None), -1)

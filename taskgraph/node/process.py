@@ -69,7 +69,7 @@ from taskgraph.node.node import Node
 from taskgraph.node.ready_file import keep_ready_file
 from taskgraph.node.sockets import keep_sockets
 from taskgraph.node.usercode import lastwords
-from taskgraph.node.usercode.uncaught import on_uncaught, silence_expected_ends
+from taskgraph.node.usercode.uncaught import set_reporter, silence_expected_ends
 from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
@@ -272,8 +272,8 @@ async def _run(
         loop = asyncio.get_running_loop()
         if lost_output is not None:
             lost_output.report_to(partial(_emit_soon, loop, events, "log"))
-        on_uncaught(partial(_emit_soon, loop, events, "raised"))
-        stack.callback(on_uncaught, None)
+        set_reporter(partial(_emit_soon, loop, events, "raised"))
+        stack.callback(set_reporter, None)
         if folder is not None:
             await stack.enter_async_context(_running_beside(keep_sockets(folder, (transport, control), events)))
         if config.ready_file:
@@ -411,7 +411,7 @@ def _follow_parent(config: NodeConfig) -> None:
 
 
 def _end_with_etcd(gone: Callable[[], bool], config: NodeConfig) -> None:
-    """Ends this process once the job's etcd has ended for good: the node would wait for it for ever."""
+    """Waits, in a thread, until the job's etcd has ended for good; then ends this process unless its job is over."""
     while not gone():
         time.sleep(_PARENT_CHECK_S)
     time.sleep(_LAST_READ_S)

@@ -80,7 +80,7 @@ class Reconciler:
                     await changed.wait()
             except TimeoutError:
                 pass
-            left_s = rest_s(looked - began) - (now() - looked)
+            left_s = pause_after_s(looked - began) - (now() - looked)
             if left_s > 0:
                 await asyncio.sleep(left_s)
 
@@ -105,7 +105,7 @@ class Reconciler:
         if not node.placement.may_start():
             return
         node.placement.update()
-        if not self._fatal_code.check() and (view.running or view.finished):
+        if not self._fatal_code.fail_if_fatal() and (view.running or view.finished):
             for task in range(node.job.all_tasks):
                 self._takeovers.consider(task)
             self._takeovers.emit_unplaceable()
@@ -144,6 +144,6 @@ class Reconciler:
                 roles.drop(task)
 
 
-def rest_s(took_s: float) -> float:
+def pause_after_s(took_s: float) -> float:
     """Returns the pause after a call of `reconcile` that took `took_s`."""
     return min(_REST_FACTOR * took_s, _REST_S)

@@ -152,10 +152,10 @@ class Replica:
             self.log.cut(record.base)
         committed = self.boundaries.committed
         if committed is None or committed.stamp.epoch < record.epoch:
-            self.read_epoch(record.epoch)
+            self.set_committed_epoch(record.epoch)
 
     def promise(self, term: int, invitation: int) -> None:
-        """Notes an acknowledgement to the primary of `term`: this replica stays until that primary releases it."""
+        """Notes that this replica acknowledged to the primary of `term`: it stays until that primary releases it."""
         self._promise = max(self._promise, (term, invitation))
 
     def release(self, term: int, invitation: int) -> None:
@@ -305,7 +305,7 @@ class Replica:
 
         self.previous = await self.actor.call("restore", put)
 
-    def read_epoch(self, epoch: int) -> None:
+    def set_committed_epoch(self, epoch: int) -> None:
         """Makes `epoch` the committed one: frees earlier boundaries, and takes over the reports in them."""
         passed = self.boundaries.committing_at(epoch) if self.task == 0 else ()
         if self.boundaries.read_epoch(epoch) is not None:
@@ -350,8 +350,8 @@ class Replica:
             error.epoch = number
             raise
 
-    async def arrived(self, value: Encoded) -> Any:
-        """Decodes a value for the task's code; a thread does that with one for a device."""
+    async def decode_value(self, value: Encoded) -> Any:
+        """Decodes the value of a message for the task's code; in a thread if the node has a device."""
         read = partial(decode, value, device=self.device)
         if self.device is None:
             return read()

@@ -157,7 +157,7 @@ class _Block:
         """The latest epoch in this block."""
         return max(epochs[-1] for epochs, _ in self.groups.values())
 
-    def read_epoch(self, epoch: int) -> PlainRows:
+    def rows_of(self, epoch: int) -> PlainRows:
         """Returns the rows of an epoch; {} if this block has none."""
         for names, (epochs, numbers) in self.groups.items():
             at = bisect_left(epochs, epoch)
@@ -230,7 +230,7 @@ class ReportLog:
             return self._rows if epoch == self._newest else {}
         for block in chain([self._open_block], map(_Block.unpack, reversed(self._full_blocks))):
             if block.groups and block.first <= epoch:
-                return block.read_epoch(epoch)
+                return block.rows_of(epoch)
         return {}
 
     def rows(self) -> Iterator[tuple[int, PlainRows]]:
@@ -251,7 +251,7 @@ class ReportLog:
             self._open_block.cut(epoch)
         if self._open_block.groups:
             last = self._open_block.last
-            self._newest, self._rows = last, self._open_block.read_epoch(last)
+            self._newest, self._rows = last, self._open_block.rows_of(last)
             self._open_block.cut(last)
 
     def packed(self) -> list[bytes]:

@@ -62,12 +62,12 @@ class Router:
 
     Attributes:
         allocate: allocates the transport's memory for values that will travel.
-        on_gone: called with every registered node whose port refused a call.
+        on_call_refused: called with every registered node whose port refused a call.
     """
 
     def __init__(self, transport: Transport, keeper: ViewKeeper) -> None:
         self.allocate = transport.allocate
-        self.on_gone: Callable[[str], None] = lambda node: None
+        self.on_call_refused: Callable[[str], None] = lambda node: None
         self._transport = transport
         self._keeper = keeper
         self._addresses: dict[str, tuple[NodeRecord, Peer]] = {}
@@ -210,17 +210,17 @@ class Router:
         return {node: known.why for node, known in self._failing.items() if known.last - known.since >= for_s}
 
     def _note_failure(self, node: str, error: TransportError) -> None:
-        """Notes that a node could not be reached; calls `on_gone` if its port refused."""
+        """Notes that a node could not be reached; calls `on_call_refused` if its port refused."""
         now, known = asyncio.get_running_loop().time(), self._failing.get(node)
         since = now if known is None or now - known.last > _FORGET_S else known.since
         self._failing[node] = _FailedCalls(since, now, str(error))
         if isinstance(error, PeerGone):
-            self.on_gone(node)
+            self.on_call_refused(node)
 
     async def _call(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
     ) -> Reply:
-        """Tries a call once. Raises TimeoutError as soon as the call is in vain."""
+        """Calls a node once, and notes whether it could be reached. Raises TimeoutError once the call is in vain."""
         try:
             reply = await self._try(peer, message, timeout_s, in_vain)
         except Refused:
@@ -235,7 +235,7 @@ class Router:
     async def _try(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
     ) -> Reply:
-        """Tries a call once, and returns its reply."""
+        """Sends a call once, without waiting if possible, and returns its reply."""
         reply = self._begin(peer, message, in_vain)
         if reply is not None:
             return await self._await_reply(reply, timeout_s)

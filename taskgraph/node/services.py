@@ -88,7 +88,7 @@ class NodeServices(NodeLife):
 
     async def fail_set_up(self, error: UserCodeError | TaskGraphError, task: int) -> None:
         """Handles a failed set-up of a backup: ends this node if the job can do without it; otherwise `fail_early`."""
-        if cuda_error(error) is not None or not self.failed_set_ups.ends_node(error, task):
+        if cuda_error(error) is not None or not self.failed_set_ups.end_node_if_unneeded(error, task):
             await self.fail_early(error, task)
 
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:

@@ -103,7 +103,7 @@ class Serving:
         if type(message) is Pull:
             return self._answer_pull_now(message)
         if type(message) in _REPORTS and node.leader is not None:
-            return node.leader.report_now(message)  # type: ignore[arg-type]
+            return node.leader.take_report_now(message)  # type: ignore[arg-type]
         return self._take_offer_now(peer, message) if type(message) in _OFFERS else None  # type: ignore[arg-type]
 
     def _answer_pull_now(self, pull: Pull) -> Reply | PendingReply | None:

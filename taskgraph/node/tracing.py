@@ -28,7 +28,7 @@ class TracedNode(Protocol):
     @property
     def epoch(self) -> int: ...
     @property
-    def latest(self) -> int: ...
+    def latest_epoch(self) -> int: ...
 
 
 async def stream_spans(
@@ -53,7 +53,7 @@ async def stream_spans(
         return
     node.tracing.start(events, max(request.every, 1))
     try:
-        yield pb.TraceChunk(epoch=node.latest)
+        yield pb.TraceChunk(epoch=node.latest_epoch)
         async with alongside(ending.wait(), next_request()) as ends_of_it:
             over = False
             while not over:

@@ -57,8 +57,8 @@ class EtcdWrites:
         return result.revision if result is not None else None
 
     async def execute(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
-        """Does as `transact`, but returns the result with its reads, which lack if etcd's answer was lost; None:
-        comparisons failed.
+        """Does as `transact`, but returns etcd's result. It has no reads if etcd's answer was lost; None: comparisons
+        failed.
         """
         since = self._coordinator.now()
         try:

@@ -17,7 +17,7 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from taskgraph.errors import JobError
-from taskgraph.node.usercode.threads import FutureWork
+from taskgraph.node.usercode.threads import FutureCall
 from taskgraph.testing.clock import Turn
 
 __all__ = ["LockStepThreads"]
@@ -145,8 +145,8 @@ class LockStepThreads:
     def clock(self) -> float:
         return time.perf_counter()
 
-    def start(self, function: Callable[[], R], *, brief: bool) -> FutureWork[R]:
-        return FutureWork(self.run(function))
+    def start(self, function: Callable[[], R], *, brief: bool) -> FutureCall[R]:
+        return FutureCall(self.run(function))
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         loop = self._loop

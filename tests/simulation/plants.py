@@ -949,7 +949,7 @@ def an_error_in_a_later_epoch_ends_the_earlier_ones(patch: pytest.MonkeyPatch) -
 
     class Hasty(Turns):
         async def wait(self, epoch: int) -> None:
-            if sys._getframe(1).f_code.co_name != "_lane":
+            if sys._getframe(1).f_code.co_name != "_run_lane":
                 await super().wait(epoch)
 
     def init(original: Any, self: Lanes, primary: Any, at: Stamp, *args: Any) -> None:
@@ -966,7 +966,7 @@ def an_error_of_a_later_epoch_is_told_at_once(patch: pytest.MonkeyPatch) -> None
             self._lanes.failed_in = self._lanes.settled
         original(self, work)
 
-    _changed(patch, Primary, "_check_work", worked)
+    _changed(patch, Primary, "_pass_work_error", worked)
 
 
 @plant
@@ -977,7 +977,8 @@ def a_restart_leaves_lanes_running(patch: pytest.MonkeyPatch) -> None:
             return
         first = self._at
         lanes = [
-            asyncio.ensure_future(self._lane(Stamp(first.attempt, first.epoch + after))) for after in range(self._count)
+            asyncio.ensure_future(self._run_lane(Stamp(first.attempt, first.epoch + after)))
+            for after in range(self._count)
         ]
         for lane in lanes:
             lane.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -294,7 +294,7 @@ def test_seeds_find_nothing_and_replay(where: str, monkeypatch: pytest.MonkeyPat
     for owner, names in shares.items():
         for name in names:
             monkeypatch.setattr(owner, name, 1.0)
-    monkeypatch.setattr(seeds, "PAUSES_S", (reconciler.rest_s(3600.0),))  # as with hundreds of tasks
+    monkeypatch.setattr(seeds, "PAUSES_S", (reconciler.pause_after_s(3600.0),))  # as with hundreds of tasks
     outcomes = [run_seed(seed) for seed in range(count)]
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
     reached = Counter[str]()

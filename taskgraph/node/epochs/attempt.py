@@ -178,14 +178,14 @@ class Attempt:
             if graph is None:
                 graph = await self._compose()
             self._set_graph(graph)
-            parallel = [self._create_task(self._process(p)) for p in graph.parallel] if graph.parallel else ()
+            parallel = [self._create_task(self._run_processor(p)) for p in graph.parallel] if graph.parallel else ()
             deriving: list[asyncio.Task[None]] = []
             derive = partial(self._begin_deriving, deriving)
             inbound.pull(graph, self._create_task, derive, self.traced and clock())
             if injects:
                 await primary.node.point("processor", self.task, self.number)
             for processor in graph.ordered:
-                await self._process(processor)
+                await self._run_processor(processor)
             for work in parallel:
                 await work
             if inbound.open:
@@ -203,7 +203,7 @@ class Attempt:
             if state is not None:
                 primary.unsaved.check_state_unchanged(state, self.number)
             for processor in graph.sync_points:
-                await self._process(processor)
+                await self._run_processor(processor)
             if activity.busy or activity.open_holds:
                 await activity.wait_until_idle()
             self.finished = True
@@ -257,9 +257,9 @@ class Attempt:
 
     def _begin_deriving(self, deriving: list[asyncio.Task[None]], processor: Processor) -> None:
         """Starts a processor that derives a local channel, and adds its asyncio task to `deriving`."""
-        deriving.append(self._create_task(self._process(processor)))
+        deriving.append(self._create_task(self._run_processor(processor)))
 
-    async def _process(self, processor: Processor) -> None:
+    async def _run_processor(self, processor: Processor) -> None:
         """Runs one processor: waits for its items and for its epoch's turn, then calls its compute."""
         name, items = processor.name, self.inbound.items
         if processor.takes and (lacking := set(processor.takes).difference(items)):
@@ -272,7 +272,7 @@ class Attempt:
         self._states[name] = "running"
         epoch = Epoch(self, name, processor.sync)
         if self.recording is not None:
-            await self._process_recorded(self.recording, processor, epoch)
+            await self._run_recorded(self.recording, processor, epoch)
         else:
             inputs = Inputs(self, processor, items)
             outputs = Outputs(self, processor, inputs)
@@ -281,7 +281,7 @@ class Attempt:
             await actor.call(name, compute, epoch, inputs, outputs, alone=alone, after=outputs.close, attempt=self)
         self._states[name] = "done"
 
-    async def _process_recorded(self, recording: Recording, processor: Processor, epoch: Epoch) -> None:
+    async def _run_recorded(self, recording: Recording, processor: Processor, epoch: Epoch) -> None:
         """Calls a processor in strict mode, which records its inputs and its effects."""
         name, replica, alone = processor.name, self.replica, not processor.parallel
         items = self.inbound.items if self.device is None else await recording.items_for(processor)
@@ -506,7 +506,7 @@ class Attempt:
             raise self.end_error()
         if self.activity.closed:
             error = self._too_late_error(where, what)
-            self._call_on_loop(self._fail_by, error)
+            self._call_on_loop(self._fail_job, error)
             raise self.end_error() if self.cancelled else error
 
     def _too_late_error(self, where: str, what: str) -> GraphError:
@@ -515,7 +515,7 @@ class Attempt:
             f'runs has ended comes too late: who sends it beside that keeps the epoch open, with epoch.hold("why")'
         )
 
-    def _fail_by(self, error: GraphError) -> None:
+    def _fail_job(self, error: GraphError) -> None:
         """Fails the job with an error: by this attempt while it runs, or by the primary after it has finished."""
         if self._group is not None and not self.cancelled:
             self._create_task(raise_in_attempt(error))
@@ -555,7 +555,7 @@ class Attempt:
         call late.
         """
         if self.activity.closed:
-            self._fail_by(self._too_late_error(where, what))
+            self._fail_job(self._too_late_error(where, what))
             return False
         if self._group is None or self.cancelled:
             return False

@@ -75,20 +75,20 @@ class Attempts:
         parked = self._parked
         if not parked:
             return
-        at, primaries, promise = attempt.stamp, self._keeper.view.primaries, attempt.out.promise
+        at, primaries, settle_when_put = attempt.stamp, self._keeper.view.primaries, attempt.out.settle_when_put
         for pull, reply in parked.pop(at, ()):
             if not reply.done:
                 sender = primaries.get(pull.sender)
-                if sender is None or sender.record.term != pull.sender_term or promise(pull, reply) is not None:
-                    self._refuse(reply)
+                if sender is None or sender.record.term != pull.sender_term or settle_when_put(pull, reply) is not None:
+                    self._refuse_stale(reply)
         if parked and min(parked) < at:
             # Attempts that have begun, and are not composed, are in flight.
             for stamp in [stamp for stamp in self._parked if stamp < at and stamp not in self._attempts]:
                 for _, reply in self._parked.pop(stamp):
                     if not reply.done:
-                        self._refuse(reply)
+                        self._refuse_stale(reply)
 
-    def _refuse(self, reply: PendingReply) -> None:
+    def _refuse_stale(self, reply: PendingReply) -> None:
         """Refuses a pull as stale. Its sender retries, and then gets the exact reason."""
         reply.settle(Refusal(Reason.STALE, f"task {self._task} is at {self.latest}"))
 

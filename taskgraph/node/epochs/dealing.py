@@ -75,7 +75,7 @@ class Dealers:
                 if found is not None:
                     return found
                 late = dealer.ledger.next_late(loop.time())
-                await self._wait(_WAIT_S if late is None else min(_WAIT_S, late - loop.time() + 0.001))
+                await self._wait_for_change(_WAIT_S if late is None else min(_WAIT_S, late - loop.time() + 0.001))
                 if attempt.cancelled:
                     raise Refused(Reason.ATTEMPT_GONE, "the attempt is over")
                 if self._newest.get(of) is not message:
@@ -108,7 +108,7 @@ class Dealers:
             if not one.done():
                 one.set_result(None)
 
-    async def _wait(self, within_s: float) -> None:
+    async def _wait_for_change(self, within_s: float) -> None:
         woken = asyncio.get_running_loop().create_future()
         self._waiting.append(woken)
         await asyncio.wait([woken], timeout=within_s)

@@ -32,7 +32,7 @@ __all__ = [
     "incomparable_attributes",
     "pickled",
     "read_values",
-    "shared",
+    "sharing_attributes",
     "state_of",
 ]
 
@@ -122,7 +122,7 @@ def pickled(value: object) -> bytes:
 
 
 def incomparable_attributes(replica: Replica, known: Iterable[str]) -> list[str]:
-    """Returns the attributes, with their types, that strict mode cannot compare: no code, and not in `known`."""
+    """Returns the attributes, with their types, that strict mode cannot compare, without code and those in `known`."""
     return [
         f"{name} (of type {class_name(type(value))})"
         for name, value in sorted(vars(replica.user_task).items())
@@ -130,18 +130,18 @@ def incomparable_attributes(replica: Replica, known: Iterable[str]) -> list[str]
     ]
 
 
-def shared(attributes: Mapping[str, object], state: Iterable[str]) -> list[tuple[str, str]]:
-    """Returns pairs of attributes that share memory or are the same object, and of which one is in `state`."""
+def sharing_attributes(attributes: Mapping[str, object], state: Iterable[str]) -> list[tuple[str, str]]:
+    """Returns pairs of names of attributes that share memory or are one object, and of which one is in `state`."""
     kept = [name for name in state if name in attributes]
     return [
         (name, other)
         for other in kept
         for name, value in attributes.items()
-        if (name not in kept or name > other) and _shares(value, attributes[other])
+        if (name not in kept or name > other) and _share_memory(value, attributes[other])
     ]
 
 
-def _shares(value: Any, other: Any) -> bool:
+def _share_memory(value: Any, other: Any) -> bool:
     """Returns True if two mutable values are one object, or two arrays may overlap in memory."""
     if issubclass(type(value), _IMMUTABLE):
         return False

@@ -125,7 +125,7 @@ class Inbound:
         """Keeps the value that a processor derived for a local channel; see `Derived`."""
         if not self.over:
             self.taken_bytes += value.size_bytes
-            self._keep(channel, value)
+            self._keep_item(channel, value)
 
     def source_of(self, tag: str, producer: int) -> Channel:
         """Returns the channel whose item has to arrive first: the source of a local channel, or else the channel
@@ -190,7 +190,7 @@ class Inbound:
             self._create_task(self._pull(tag, producer))
             return
         try:
-            self._take(tag, producer, item)
+            self._take_item(tag, producer, item)
         except Exception as error:
             self._create_task(raise_in_attempt(error))
 
@@ -207,7 +207,7 @@ class Inbound:
                 f"task {task}, epoch {stamp.epoch}: {self._describe_pull(tag, producer)} pulls {what}, which does not "
                 f"offer it in this epoch; {refused}{self._collective_advice(tag)}"
             ) from refused
-        self._take(tag, producer, reply)
+        self._take_item(tag, producer, reply)
 
     def _describe_pull(self, tag: str, producer: int) -> str:
         """Names the processor that takes an item."""
@@ -220,7 +220,7 @@ class Inbound:
             return ""
         return ". All tasks declare the same collectives, with the same arguments, in the same order"
 
-    def _take(self, tag: str, producer: int, reply: Reply) -> None:
+    def _take_item(self, tag: str, producer: int, reply: Reply) -> None:
         """Counts an item that arrived in the ledger, keeps it, and begins to derive the local channel that has it as
         its source.
         """
@@ -237,16 +237,16 @@ class Inbound:
             self.taken_bytes += size
         if self._since:
             self._trace("pull", tag, producer, reply)
-        self._keep(channel, value)
+        self._keep_item(channel, value)
         assert self._graph is not None
         if self._graph.derived and channel in self._graph.derived:
             derived, processor = self._graph.derived[channel]
             if value.digest != derived.mark:
-                self._keep((derived.tag, task), value)
+                self._keep_item((derived.tag, task), value)
             elif self._derive is not None:
                 self._derive(processor)
 
-    def _keep(self, channel: Channel, value: Encoded) -> None:
+    def _keep_item(self, channel: Channel, value: Encoded) -> None:
         """Keeps an item, and wakes those that wait for it."""
         self.items[channel] = value
         self.open -= 1
@@ -271,7 +271,7 @@ class Inbound:
                 f"epoch {self._stamp.epoch}: task {self._task} cannot have {tag!r} of task {producer}: it cannot be "
                 f"copied to the host: {error_text(error)}"
             ) from error
-        self._take(tag, producer, Item(item.stamp, item.term, item.tag, value))
+        self._take_item(tag, producer, Item(item.stamp, item.term, item.tag, value))
 
     def _trace(self, kind: str, tag: str, producer: int, item: Item | None) -> None:
         """Adds a span of a pull to the trace, with the producer's term, which distinguishes equal items."""

@@ -56,10 +56,10 @@ class Items:
         if value is not None:
             return Item(self._stamp, self._term, pull.tag, value)
         reply = PendingReply()
-        refusal = self.promise(pull, reply)
+        refusal = self.settle_when_put(pull, reply)
         return reply if refusal is None else refusal
 
-    def promise(self, pull: Pull, reply: PendingReply) -> Refusal | None:
+    def settle_when_put(self, pull: Pull, reply: PendingReply) -> Refusal | None:
         """Settles `reply` as soon as the item is put, perhaps now, and returns None; or returns a refusal, if it never
         will be.
         """

@@ -47,7 +47,7 @@ class Lanes:
 
     Args:
         at: the epoch at work, and the attempt.
-        not_done: called if an epoch whose code has run cannot be reported. The property `not_done` returns the error.
+        on_report_error: called if an epoch whose code has run cannot be reported; `report_error` then has the error.
     """
 
     # Attributes of an object with more than 30 are in a dictionary, unless there are slots.
@@ -93,7 +93,7 @@ class Lanes:
         "stuck",
     )
 
-    def __init__(self, primary: Primary, at: Stamp, not_done: Callable[[], None]) -> None:
+    def __init__(self, primary: Primary, at: Stamp, on_report_error: Callable[[], None]) -> None:
         self._primary = primary
         self._node = primary.node
         self._replica = primary.replica
@@ -107,7 +107,7 @@ class Lanes:
         self._loop = asyncio.get_running_loop()
         self._count = _lane_count(primary)
         self._has_several = self._count > 1
-        self._checks = primary.node.settings.strict or primary.unsaved.begin()
+        self._checks = primary.node.settings.strict or primary.unsaved.begin_attempt()
         shape, settings, epochs = primary.replica.shape, primary.node.settings, primary.replica.job.epochs
         # A seal and a call of `on_commit` belong to a committed epoch; strict mode replays the epoch at work.
         alone = settings.strict or shape.receives or "on_commit" in shape.overrides
@@ -147,10 +147,10 @@ class Lanes:
         self._epoch_bytes: int | None = None  # of items and snapshot of the last epoch
         self._share = Share(primary.node.sharing, self._ahead, at.epoch, self._gather_by)
         self._leaves_device = False  # the last snapshot was on a device
-        self.incomplete = FinishQueue(self._complete, not_done)
-        self.awaiting_acks = FinishQueue(self._await_acks, not_done)
+        self.incomplete = FinishQueue(self._complete, on_report_error)
+        self.awaiting_acks = FinishQueue(self._await_acks, on_report_error)
 
-    def settle(self, epoch: int) -> None:
+    def note_settled(self, epoch: int) -> None:
         """Notes that an epoch has committed, and that the primary has done all that follows; lanes may begin epochs
         now.
         """
@@ -174,7 +174,7 @@ class Lanes:
                 self._share.end()
 
     @property
-    def not_done(self) -> BaseException | None:
+    def report_error(self) -> BaseException | None:
         """The error by which an epoch could not be reported though its code had run; None: no error."""
         return self.incomplete.error or self.awaiting_acks.error
 
@@ -182,17 +182,17 @@ class Lanes:
 
     def run(self) -> Coroutine[Any, Any, None]:
         """Works until cancelled; raises the error of the first epoch that failed."""
-        return self._run_several(self._at) if self._has_several else self._lane(self._at)
+        return self._run_several(self._at) if self._has_several else self._run_lane(self._at)
 
     async def _run_several(self, first: Stamp) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for after in range(self._count):
-                    group.create_task(self._lane(Stamp(first.attempt, first.epoch + after)))
+                    group.create_task(self._run_lane(Stamp(first.attempt, first.epoch + after)))
         except BaseExceptionGroup as errors:
             raise _first_error(errors) from None
 
-    async def _lane(self, stamp: Stamp) -> None:
+    async def _run_lane(self, stamp: Stamp) -> None:
         """Works on the epoch of `stamp`, then on this lane's next ones, until an epoch fails or the attempt is over.
 
         All asyncio tasks of an attempt belong to one group; an error in one cancels the others.
@@ -299,7 +299,7 @@ class Lanes:
         """
         await self._primary.hand_over_if_wished(stamp)
         if self._task != 0 and self._checkpoints:
-            await self._checkpoint(stamp, self._replica.previous)
+            await self._begin_checkpoint(stamp, self._replica.previous)
 
     async def _after_work(self, attempt: Attempt, following: Stamp) -> bool:
         """Takes the snapshot of an attempt that has run, and makes its boundary.
@@ -314,7 +314,7 @@ class Lanes:
         if self._has_several:
             await attempt.wait_for_turn("snapshot")
         if self._checks:
-            await self._check(attempt)
+            await self._check_epoch(attempt)
         if self._injects:
             await node.point("snapshot", self._task, stamp.epoch)
         if self._leaves_device and self._state_bytes > sharing.AHEAD_BYTES and self.incomplete.pending:
@@ -328,7 +328,7 @@ class Lanes:
         rows: Rows | None = {}
         if self._task == 0:
             if self._checkpoints:
-                await self._checkpoint(stamp, previous)
+                await self._begin_checkpoint(stamp, previous)
             leader = node.leader
             if self.incomplete.pending:
                 rows = None  # reports are sent in order
@@ -373,7 +373,7 @@ class Lanes:
         self._share.adapt()
 
     def _gather_by(self, ahead: int) -> None:
-        """Sets over how many epochs reports and offers are gathered: a part of those that the task may be ahead."""
+        """Passes on how many epochs the task may be ahead, which limits how many reports and offers are gathered."""
         self._primary.reporter.gather_by(ahead)
         self._primary.backups.unsent.gather_by(ahead)
         if self._task == 0 and self._node.leader is not None:
@@ -475,7 +475,7 @@ class Lanes:
         reported = self._reported
         if reported.at != epoch:
             await reported.wait(epoch)
-        ahead = not attempt.cancelled and (self._next_acknowledged(finished) or self._may_begin(self._next))
+        ahead = not attempt.cancelled and (self._is_next_acknowledged(finished) or self._may_begin(self._next))
         report = Report(
             stamp,
             self._task,
@@ -488,7 +488,7 @@ class Lanes:
             finished.numbers,
             finished.previous,
             ahead,
-            self._digests(finished) if finished.snapshot.digest else b"",
+            self._shared_digests(finished) if finished.snapshot.digest else b"",
         )
         primary.reporter.send_or_gather(report)
         if reported.waiting:
@@ -498,12 +498,12 @@ class Lanes:
         self._reported_at = self._tracing.on and clock()
         return ahead
 
-    def _digests(self, finished: FinishedEpoch) -> bytes:
+    def _shared_digests(self, finished: FinishedEpoch) -> bytes:
         """Returns the digest of the shared state after an epoch; in epoch 0, boundary 0's digest and this one."""
         before = self._replica.boundaries.committed if finished.attempt.number == 0 else None
         return (shared_digest(before) if before is not None else b"") + finished.snapshot.digest
 
-    def _next_acknowledged(self, finished: FinishedEpoch) -> bool:
+    def _is_next_acknowledged(self, finished: FinishedEpoch) -> bool:
         """True if the next epoch will be reported right after this one, so that the commit need not be hurried."""
         waiting = self.awaiting_acks.pending
         if len(waiting) < 2 or waiting[0] is not finished:
@@ -511,7 +511,7 @@ class Lanes:
         attempt, epoch = waiting[1].following
         return self._primary.backups.is_acknowledged((epoch, attempt, self._term))
 
-    async def _checkpoint(self, stamp: Stamp, previous: Mapping[str, float]) -> None:
+    async def _begin_checkpoint(self, stamp: Stamp, previous: Mapping[str, float]) -> None:
         """Begins to write the committed boundary, if a checkpoint is due. The boundary of task 0 has all reports.
 
         Args:
@@ -528,9 +528,9 @@ class Lanes:
             primary.stage = primary.writer.stage
             await primary.writer.wait_for_room()
             primary.stage = ""
-            primary.writer.begin(committed.stamp, replica.bind_all_reports(committed.value))
+            primary.writer.queue(committed.stamp, replica.bind_all_reports(committed.value))
 
-    async def _check(self, attempt: Attempt) -> None:
+    async def _check_epoch(self, attempt: Attempt) -> None:
         """Checks an epoch that has run: replays it in strict mode, or else looks for changes that no snapshot has."""
         if attempt.recording is not None:
             attempt.recording.numbers, attempt.recording.finishing = attempt.numbers, attempt.finishing

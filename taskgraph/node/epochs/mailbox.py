@@ -148,7 +148,7 @@ class Mailbox:
         """Calls `on_flag` for a flag that arrived."""
         attempt = self._attempt
         task = attempt.replica.user_task
-        meta = await attempt.replica.arrived(message.value)
+        meta = await attempt.replica.decode_value(message.value)
         where = f"on_flag/{message.sender}/{message.value.digest.hex()}"
         epoch, actor, recording = Epoch(attempt, where), attempt.replica.actor, attempt.recording
         on_flag: Callable[..., Any] = task.on_flag
@@ -163,15 +163,15 @@ class Mailbox:
         attempt = self._attempt
         handler = attempt.replica.shape.handlers.get(message.method)
         if handler is None and message.method == DEAL:
-            return await asyncio.shield(self._pure_answer(message, DEAL))
+            return await asyncio.shield(self._pure_handler_task(message, DEAL))
         if handler is None:
             known = ", ".join(repr(name) for name in attempt.replica.shape.handlers) or "none"
             raise Refused(Reason.NOT_OFFERED, f"it handles: {known}; add @tg.handles({message.method!r})")
-        answer = self._pure_answer if handler.pure else self._answer
+        answer = self._pure_handler_task if handler.pure else self._handler_task
         # The handler belongs to the attempt: it runs to its end though this call may be cancelled.
         return await asyncio.shield(answer(message, handler.method_name))
 
-    def _answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
+    def _handler_task(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
         """Returns the asyncio task that runs a handler with effects for a request: the same one for each copy of the
         request.
         """
@@ -189,7 +189,7 @@ class Mailbox:
             raise Refused(Reason.CONFLICT, f"the same request {message.method!r} came with another payload before")
         return answer
 
-    def _pure_answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
+    def _pure_handler_task(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
         """Returns the asyncio task that runs a pure handler for a request; a running one if there is one."""
         attempt = self._attempt
         key = (message.sender, message.method, message.number, message.value.digest)
@@ -207,7 +207,7 @@ class Mailbox:
         """
         attempt = self._attempt
         replica = attempt.replica
-        payload = await replica.arrived(message.value)
+        payload = await replica.decode_value(message.value)
         where = f"{message.method}/{message.sender}/{message.number}"
         recording = attempt.recording
         handler = getattr(replica.user_task, method_name)

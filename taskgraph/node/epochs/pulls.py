@@ -63,7 +63,7 @@ class Pulls:
                 return reply
             self._forget(channel)
         tag, producer = channel
-        if before == epoch - 1 and (count := self._count(epoch)) > 1:
+        if before == epoch - 1 and (count := self._epochs_per_call(epoch)) > 1:
             replies = self._router.begin_all(producer, Pull(stamp, sender, term, producer, tag, count))
             if replies:
                 self._early[channel] = {epoch + after: reply for after, reply in enumerate(replies) if after}
@@ -72,7 +72,7 @@ class Pulls:
             self._forget_old(epoch)
         return self._router.begin(producer, Pull(stamp, sender, term, producer, tag))
 
-    def _count(self, epoch: int) -> int:
+    def _epochs_per_call(self, epoch: int) -> int:
         """Returns for how many epochs to pull in one call."""
         count = min(self._ahead, _EARLY_CALLS // len(self._latest))
         if self._epochs is not None:

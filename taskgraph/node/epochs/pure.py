@@ -36,28 +36,28 @@ class PureWatch:
         if is_async(handler):
 
             async def run_async(*args: Any) -> Any:
-                before = self._begin()
+                before = self._note_begin()
                 try:
                     return await handler(*args)
                 finally:
-                    self._end(*before)
+                    self._note_end(*before)
 
             return run_async
 
         def run(*args: Any) -> Any:
-            before = self._begin()
+            before = self._note_begin()
             try:
                 return handler(*args)
             finally:
-                self._end(*before)
+                self._note_end(*before)
 
         return run
 
-    def _begin(self) -> tuple[bool, int, Digests]:
+    def _note_begin(self) -> tuple[bool, int, Digests]:
         others = self._others()
         return others, self._recording.switches, {} if others else self._content()
 
-    def _end(self, others: bool, switches: int, before: Digests) -> None:
+    def _note_end(self, others: bool, switches: int, before: Digests) -> None:
         if not others and self._recording.switches == switches:
             self._changed = changed_names(before, self._content())
 

@@ -199,7 +199,7 @@ class Recording:
             StateError: a step that is no sync point changed the state, or a step wrote to memory that other tasks read.
         """
         await self._check_shared(where, looked)
-        await read_values(self.replica, partial(self._check_filled, where))
+        await read_values(self.replica, partial(self._check_put_arrays, where))
         if not sync:
             await self.check_state(where)
 
@@ -271,7 +271,7 @@ class Recording:
                 f"copy of it"
             )
 
-    def _check_filled(self, where: str) -> None:
+    def _check_put_arrays(self, where: str) -> None:
         """Raises StateError if an array of `outs.empty` was written to after it was put."""
         for channel, processor in self._filled.items():
             value = self.puts.get(channel)
@@ -283,7 +283,7 @@ class Recording:
                 )
 
 
-class _Work(Protocol):
+class _EpochSideEffects(Protocol):
     """An attempt or a replay, as `side_effects_of` sees it."""
 
     @property
@@ -294,7 +294,7 @@ class _Work(Protocol):
     def finishing(self) -> bool: ...
 
 
-def side_effects_of(work: _Work) -> Digests:
+def side_effects_of(work: _EpochSideEffects) -> Digests:
     """Returns digests of `epoch.scratch`, of the numbers reported so far, and of a call of `epoch.finish()`."""
     found: dict[str, object] = {f"epoch.scratch.{name}": value for name, value in vars(work.scratch).items()}
     found |= {f"reported {name!r}": number for name, number in work.numbers.items()}

@@ -42,7 +42,7 @@ _THREADS_S = 2.0
 
 @dataclass(slots=True)
 class ReplayResult:
-    """The result of a replay.
+    """How a replay differs from the recorded epoch, and which state and numbers it ended with.
 
     Attributes:
         differing: texts that name the items, messages, replies and state that differ.
@@ -192,7 +192,7 @@ class Replay:
         if step.processor is None:
             assert step.payload is not None
             function = getattr(fresh.user_task, step.method)
-            payload = await fresh.arrived(step.payload)
+            payload = await fresh.decode_value(step.payload)
             answer = await fresh.actor.call(step.name, function, Epoch(self, step.where), step.sender, payload)
             if step.method != "on_flag":
                 self._answered[step.where] = await read_values(fresh, lambda: encode(answer, what="").digest)
@@ -220,11 +220,11 @@ class Replay:
             if self._answered.get(where) != digest:
                 method, sender, _ = where.rsplit("/", 2)
                 found.append(f"the answer of {method!r} to task {sender}")
-        requests = (self._not_of_pieces(recording.requests) - self._requests) + (self._requests - recording.requests)
+        requests = (self._without_pieces(recording.requests) - self._requests) + (self._requests - recording.requests)
         found += sorted({f"the request {method!r} to task {to}" for (_, to, method), _ in requests})
         return found + sorted({f"the flag to task {to}" for to, _ in recording.flags ^ self._flags})
 
-    def _not_of_pieces(self, requests: Counter[tuple[RequestKind, bytes]]) -> Counter[tuple[RequestKind, bytes]]:
+    def _without_pieces(self, requests: Counter[tuple[RequestKind, bytes]]) -> Counter[tuple[RequestKind, bytes]]:
         """Leaves out what maps sent: a piece that failed, or whose result was dropped, is not computed again."""
         maps = {where for where, _, method in self._recording.replies if method == DEAL}
         return Counter({sent: count for sent, count in requests.items() if sent[0][0] not in maps})

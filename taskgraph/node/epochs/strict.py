@@ -37,7 +37,7 @@ from taskgraph.node.epochs.differing import (
     incomparable_attributes,
     pickled,
     read_values,
-    shared,
+    sharing_attributes,
     state_of,
 )
 from taskgraph.node.epochs.recording import Recording, SharedItem
@@ -73,7 +73,7 @@ class StrictMode:
         return Recording(self._replica, stamp, self._shared_items)
 
     @contextlib.asynccontextmanager
-    async def _fresh(self) -> AsyncIterator[Replica]:
+    async def _fresh_replica(self) -> AsyncIterator[Replica]:
         """Makes, for a block, an object of the task on which only `setup` has run."""
         fresh = self._replica.twin()
         await fresh.set_up()
@@ -117,14 +117,14 @@ class StrictMode:
     async def _check_replay(self, recording: Recording, boundary: Boundary, after: Digests) -> None:
         """Replays the epoch, one of the first also as after a restart; raises StateError if the replay differs."""
         first_try = recording.stamp.epoch < _RESTARTED_EPOCHS
-        async with self._fresh() as fresh:
+        async with self._fresh_replica() as fresh:
             if fresh.shape.in_flight:
                 await check_stateless(recording, fresh)
             restarted = await replay_from_snapshot(fresh, recording, boundary, after, first_try=first_try)
             if not first_try or not restarted.differing:
                 await self._check_result_of_replay(recording, boundary, after, fresh, restarted)
                 return
-        async with self._fresh() as fresh:
+        async with self._fresh_replica() as fresh:
             replayed = await replay_from_snapshot(fresh, recording, boundary, after)
             if replayed.differing:
                 await self._check_result_of_replay(recording, boundary, after, fresh, replayed)
@@ -146,7 +146,7 @@ class StrictMode:
             return
         suspects = await differing_attributes(replica, fresh, after)
         if not differing and (named := _explain_reports(reports, suspects, replica, fresh)):
-            async with self._fresh() as other:  # what depends on a clock differs in each replay
+            async with self._fresh_replica() as other:  # what depends on a clock differs in each replay
                 again = await replay_from_snapshot(other, recording, boundary, after)
             differing = [name for name in named if again.reports.get(name) == replayed.reports.get(name)]
         if not differing or (not suspects and recording.requests and not replica.threads.in_step):
@@ -169,7 +169,7 @@ class StrictMode:
         """Returns text about state that `snapshot()` returns and `restore()` does not set; "" if there is none."""
         if "restore" not in self._replica.shape.overrides:
             return ""
-        async with self._fresh() as fresh:
+        async with self._fresh_replica() as fresh:
             await fresh.restore(boundary)
             lost = changed_names(await self._state_in(boundary), await state_of(fresh))
         if not lost:
@@ -208,10 +208,10 @@ class StrictMode:
             The error, if the epoch differs. None also if it failed, since `restore` may make what the epoch needs, or
             if `setup` makes another state each time.
         """
-        async with self._fresh() as fresh:
+        async with self._fresh_replica() as fresh:
             if recording.before != await state_of(fresh):
                 return None
-            pairs = shared(vars(fresh.user_task), recording.before)
+            pairs = sharing_attributes(vars(fresh.user_task), recording.before)
             of_class = [name for name in recording.before if name not in vars(fresh.user_task)]
             try:
                 replayed = await replay(fresh, recording, after)
@@ -245,7 +245,7 @@ class StrictMode:
             StateError: it differs, though the task itself returns the same result twice.
         """
         replica = self._replica
-        async with self._fresh() as fresh:
+        async with self._fresh_replica() as fresh:
             await fresh.restore(boundary)
             try:
                 other = await fresh.result()
@@ -299,7 +299,7 @@ def _explain_reports(
 def _find_shared_memory(replica: Replica, after: Digests, replayed: ReplayResult) -> str:
     """Returns text about two attributes of the state that are one array or object, if one of them differs; else ""."""
     state = {name: value for name, value in vars(replica.user_task).items() if name in after}
-    pairs = shared(state, changed_names(after, replayed.state))
+    pairs = sharing_attributes(state, changed_names(after, replayed.state))
     if not pairs:
         return ""
     return (

@@ -61,7 +61,7 @@ class Term(Protocol):
 
         Args:
             what: names the call in messages.
-            lost: says in messages what the attempt cannot do then.
+            lost: says in messages what the attempt cannot do without an answer.
 
         Raises:
             Refused: the called task has no such channel or handler.

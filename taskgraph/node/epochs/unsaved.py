@@ -66,8 +66,8 @@ class UnsavedStateCheck:
         self._before: dict[str, _Check] = {}
         self._state_left = 0  # epochs whose state is checked before the sync points
 
-    def begin(self) -> bool:
-        """Notes the attributes when an attempt begins. True if its first epoch is to be checked."""
+    def begin_attempt(self) -> bool:
+        """Notes the values of attributes when an attempt begins. True if its first epoch is to be checked."""
         if self._epochs_left and not self._replica.shape.overrides & {"snapshot", "restore"}:
             try:
                 self._before = _capture(self._replica.user_task)

@@ -70,7 +70,7 @@ def _threads() -> str:
 
 
 def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:
-    """Says how a node differs from another one, the first that differs; "" if none does."""
+    """Returns text on how a node's arithmetic differs from that of the first other node that differs; "": none."""
     for other in others.values():
         mine, its = ours.arithmetic, other.arithmetic
         if mine[1:2] != its[1:2]:  # each numpy has its own names for a processor's features
@@ -87,5 +87,5 @@ def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:
 
 
 def _without_features(computes: tuple[str, ...]) -> tuple[str, ...]:
-    """Leaves the features of the processor out of a description of `arithmetic`."""
+    """Returns a description as of `describe_arithmetic` without the features of the processor."""
     return (*computes[:2], *[processor.partition(" (")[0] for processor in computes[2:3]], *computes[3:])

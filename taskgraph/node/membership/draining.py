@@ -51,9 +51,9 @@ class Draining:
     def announce(self) -> None:
         """Announces the drain in the node's key, and starts the time limit."""
         self._node.own(self._node.announce(), "announce the drain")
-        self._node.own(self._deadline(), "drain deadline")
+        self._node.own(self._leave_at_deadline(), "drain deadline")
 
-    async def _deadline(self) -> None:
+    async def _leave_at_deadline(self) -> None:
         """Lets the node leave once `drain_s` has passed, with an event about the tasks that it still has."""
         node = self._node
         await asyncio.sleep(node.settings.drain_s)

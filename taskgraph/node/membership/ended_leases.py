@@ -63,7 +63,7 @@ class EndedLeases:
                     await self._ask(name, asked)
 
     def _choose(self, *, missing: bool) -> None:
-        """Chooses the leases to ask etcd about. An ended lease is queried until its key is gone."""
+        """Chooses the leases to ask etcd about: ended ones whose key is still there; all if commits are `missing`."""
         view = self._node.keeper.view
         self._queries = {n: a for n, a in self._queries.items() if self._is_current(n, a) and (missing or a.end.ended)}
         if missing:

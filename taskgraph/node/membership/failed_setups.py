@@ -32,10 +32,8 @@ class FailedSetUps:
         self.alone = node.own_process
         self._error: SetUpFailed | None = None
 
-    def ends_node(self, error: UserCodeError | TaskGraphError, task: int) -> bool:
-        """Decides whether this node ends for a failed set-up, in place of the job; if so, begins to end it, with the
-        first error.
-        """
+    def end_node_if_unneeded(self, error: UserCodeError | TaskGraphError, task: int) -> bool:
+        """Begins to end this node for a failed set-up, if the job can do without the node. False: the job must fail."""
         if self._error is not None:
             return True
         node = self._node

@@ -101,7 +101,7 @@ def memory_text(deaths: Mapping[str, GoneRecord]) -> str:
 
 
 def culprit_text(deaths: Mapping[str, GoneRecord]) -> str:
-    """Names code that ran in each of several nodes when it died: a takeover computes it again; "": there is none."""
+    """Names the code that each of several nodes was running when it died, as takeovers run it again; "": none."""
     common = set.intersection(*(set(record.running) for record in deaths.values())) if len(deaths) > 1 else set()
     if not common:
         return ""

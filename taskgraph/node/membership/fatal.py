@@ -30,8 +30,8 @@ class FatalCode:
         self._changed = changed
         self._failing: asyncio.Task[None] | None = None
 
-    def check(self) -> bool:
-        """Begins to fail the job if code ended too many nodes. True if so: then no takeover may begin."""
+    def fail_if_fatal(self) -> bool:
+        """Begins to fail the job, once, if one task's code ended too many nodes. True if so: no takeover may begin."""
         node, view = self._node, self._node.keeper.view
         if self._failing is None:
             found = find_fatal(view, node.settings.fatal_deaths)

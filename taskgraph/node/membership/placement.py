@@ -29,7 +29,7 @@ class Placement:
     def may_start(self) -> bool:
         """True if enough nodes are registered: `min_nodes`, and for `start_wait_s` all nodes started with the job."""
         node = self._node
-        missing = self._missing
+        missing = self._missing_nodes_text
         if missing and missing != self._emitted_missing and node.emits_for_all():
             # Nodes that start together register one after the other, within a moment: that is no event.
             enough = len(node.keeper.view.live_nodes(node.spec.run)) >= node.job.min_nodes
@@ -39,7 +39,7 @@ class Placement:
         return not missing
 
     @property
-    def _missing(self) -> str:
+    def _missing_nodes_text(self) -> str:
         """Names the nodes that the job waits for before it begins; "": none, or it has ended."""
         node = self._node
         view, spec, job = node.keeper.view, node.spec, node.job
@@ -58,8 +58,8 @@ class Placement:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Returns why the job does not begin, for `status`, if this node speaks for all."""
-        missing = self._missing
+        """Returns why the job does not begin, for `status`; empty unless this node reports for all."""
+        missing = self._missing_nodes_text
         return (missing,) if missing and self._node.emits_for_all() else ()
 
     def update(self) -> None:

@@ -191,7 +191,7 @@ class Registration:
         return None
 
     def check_reach(self) -> None:
-        """Raises JobError if, by the addresses, a member registered before this node and this node cannot connect.
+        """Raises JobError if this node and a member that registered earlier cannot connect, by their addresses.
 
         To be called again once registered: of two nodes that register at once, the later one sees the other.
         """
@@ -254,7 +254,7 @@ class Registration:
             if not self._node.paused and (why := self._why_unproved(lease)):
                 self._node.set_paused(True)
                 self._paused_for = why
-                self._suspicion.lease_unproved()
+                self._suspicion.note_lease_unproved()
                 self._node.events.emit("paused", f"{why}: serving stops, work is kept")
                 self._node.keeper.notify_later()
             if self._node.paused:
@@ -339,7 +339,7 @@ class Registration:
                 return
             self._node.set_paused(False)
             self._why_paused = ""
-            self._suspicion.lease_proved()
+            self._suspicion.note_lease_proved()
             node.events.emit("resumed", "the lease is proved, and the key in etcd is there")
             node.keeper.notify_later()
 

@@ -61,7 +61,7 @@ class Suspicion:
         self._emitted_lost: set[str] = set()  # nodes whose loss was emitted for a refusing port
         self._emitted: set[str] | None = None
 
-    def port_refused(self, node: str) -> None:
+    def note_port_refused(self, node: str) -> None:
         """Suspects a node at once, since a probe found that all its endpoints refuse connections: its process has died.
 
         No other process listens there under its id. The suspicion ends if the node answers a probe, takes a task back,
@@ -90,13 +90,13 @@ class Suspicion:
         self.update()
         self._changed()
 
-    def connection_lost(self, node: str) -> None:
-        """Probes whether a node still listens, since a connection to it broke."""
+    def note_connection_lost(self, node: str) -> None:
+        """Notes that a connection to a node broke, and probes whether the node still listens."""
         self.detector.connection_lost(node)
         self._probe_unless_refused(node)
 
-    def call_refused(self, node: str) -> None:
-        """Probes a node whose port refused a call, unless its end is known by then."""
+    def note_call_refused(self, node: str) -> None:
+        """Notes that a node's port refused a call, and soon probes the node, unless its end is known by then."""
         if self.detector.port_counts(node) and node not in self._doubted:
             self._doubted.add(node)
             self._node.own(self._probe_if_registered(node), f"doubt {node}")
@@ -133,7 +133,7 @@ class Suspicion:
                 try:
                     await self._node.transport.probe(peer, timeout_s=self._node.settings.connect_s)
                 except PeerGone:
-                    self.port_refused(node)
+                    self.note_port_refused(node)
                     return
                 except TransportError:
                     await self._node.short_pause()
@@ -143,14 +143,14 @@ class Suspicion:
         finally:
             self._probing.discard(node)
 
-    def lease_unproved(self) -> None:
+    def note_lease_unproved(self) -> None:
         """Notes that this node's own lease cannot be proved; perhaps no lease can."""
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
         self.detector.pause()
 
-    def lease_proved(self) -> None:
+    def note_lease_proved(self) -> None:
         """Notes that this node's lease is proved again, and gives the other nodes a moment to prove theirs."""
         self.detector.restart(self._node.now())
         self._grace = self._node.own(self._wait_for_others(), "others come back")
@@ -167,8 +167,8 @@ class Suspicion:
         """Sets `suspects` and `gone` by the view and all evidence."""
         node, detector, view = self._node, self.detector, self._node.keeper.view
         if not detector.paused and self._unproved():
-            self.lease_unproved()  # a pause is coming: nodes that become absent now are not suspected yet
-            self.lease_proved()
+            self.note_lease_unproved()  # a pause is coming: nodes that become absent now are not suspected yet
+            self.note_lease_proved()
         for taker, task in detector.takers_back(view).items():
             self._note_alive(taker, f"it took task {task} back", trusted=True)
         named = self._nodes_with_tasks()

@@ -73,7 +73,7 @@ class Backups:
         """Pending boundaries that were not offered yet."""
 
     @property
-    def blocked(self) -> str:
+    def blocked_by(self) -> str:
         """What the earliest pending boundary waits for, for `status`; "": nothing. Boundaries not offered yet do not
         count.
         """
@@ -150,13 +150,13 @@ class Backups:
         idle, offered = self._idle_peers(), False
         try:
             offered = self._insync.are_all_members(len(idle)) and all(
-                self._offer_now(each, boundaries) for each in idle
+                self._offer_to_member(each, boundaries) for each in idle
             )
         finally:
             if not offered:
                 self._follow_soon()  # the managers offer them then, also after an error
 
-    def _offer_now(self, peer: PeerReplica, boundaries: list[Boundary]) -> bool:
+    def _offer_to_member(self, peer: PeerReplica, boundaries: list[Boundary]) -> bool:
         """Offers pending boundaries to a member. Returns False if the message could not be sent at once."""
         message = self._changes_of(boundaries, peer) or message_of(boundaries, self._task, self._term, peer.invitation)
         began = self._node.tracing.on and clock()
@@ -186,7 +186,7 @@ class Backups:
     def _on_answer(
         self, peer: PeerReplica, boundaries: list[Boundary], began: int, reply: asyncio.Future[Reply]
     ) -> None:
-        """Handles the answer to an offer of `_offer_now`. A manager repeats an offer that was not accepted."""
+        """Handles the answer to an offer of `_offer_to_member`. A manager repeats an offer that was not accepted."""
         offered = peer.offered
         answered = [boundary for boundary in boundaries if offered.get(boundary.key) is reply]
         if not answered:
@@ -301,7 +301,7 @@ class Backups:
         return list(self._peers)
 
     async def run(self) -> None:
-        """Invites and manages other nodes until cancelled."""
+        """Invites other nodes to keep replicas of the task, and starts their managers, until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             stop = self._node.keeper.on_change(self._follow_changes, structure=True)
@@ -527,7 +527,7 @@ class Backups:
         self._follow_soon()
         begins = self._committed_epoch == 0  # one event for the job, not two for each task
         what = f"{name_of(node)} has a backup now"
-        await self._after_write(revision, backoff, "admitted", node, what, transient=begins)
+        await self._note_write(revision, backoff, "admitted", node, what, transient=begins)
 
     async def _evict(self, peer: PeerReplica, backoff: Backoff) -> None:
         """Writes the member out of the in-sync set, effective from the next boundary."""
@@ -556,19 +556,19 @@ class Backups:
         self._note_evicted(peer, revision is not None)
         ended = not self._node.keeper.view.running  # nodes leave at the end of a job: no event
         what = f"{name_of(node)} is no longer in sync"
-        await self._after_write(revision, backoff, "evicted", node, what, transient=ended or known)
+        await self._note_write(revision, backoff, "evicted", node, what, transient=ended or known)
 
     def _note_evicted(self, peer: PeerReplica, written: bool) -> None:
-        """Notes the outcome of the evicting write. If invited again, a node must acknowledge all boundaries again."""
+        """Notes whether the evicting write succeeded; if so, withdraws the offers to the node."""
         self._insync.evicted(peer.node, written)
         if written:
             peer.withdraw()
         self._follow_soon()
 
-    async def _after_write(
+    async def _note_write(
         self, revision: int | None, backoff: Backoff, kind: str, node: str, what: str, *, transient: bool
     ) -> None:
-        """Emits the change of the in-sync set after a write; reads the view again if the write was refused."""
+        """Emits the change of the in-sync set that a write made; reads the view again if etcd refused the write."""
         keeper = self._node.keeper
         if revision is None:
             await keeper.refresh()

@@ -62,7 +62,7 @@ class CheckpointReader:
         return node.rpartition("-")[2]
 
     async def call(self, function: Callable[[], R]) -> R:
-        """Calls a function that may block in a thread, and returns its result."""
+        """Calls a function in a thread, since it may block, and returns its result."""
         return await self._threads.run(function)
 
     def name_of(self, boundary: Stamp) -> CheckpointName:

@@ -63,7 +63,7 @@ class CheckpointWriter:
             self._changed.clear()
             await self._changed.wait()
 
-    def begin(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
+    def queue(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
         """Queues a boundary for writing. `value`, called in a thread, returns it encoded."""
         self._begun = stamp
         self._waiting = (stamp, value)

@@ -136,18 +136,18 @@ class LeaderRole:
 
     async def take_report(self, message: Report | Reports) -> Accepted:
         """Takes a primary's report, once its epoch is `within_reach` of the view."""
-        while (taken := self.report_now(message)) is None:
+        while (taken := self.take_report_now(message)) is None:
             await self._node.keeper.wait_until_read(partial(within_reach, message.stamp, self._ahead))
         return taken
 
-    def report_now(self, message: Report | Reports) -> Accepted | None:
+    def take_report_now(self, message: Report | Reports) -> Accepted | None:
         """Takes a report at once; None: use `take_report`, since it has to wait."""
         leader, view = self._leader, self._node.keeper.view
         reports = message.reports if isinstance(message, Reports) else (message,)
         if not within_reach(reports[-1].stamp, self._ahead, view):
             return None
         if leader.stamp != view.stamp:
-            self._begin()
+            self._begin_epoch()
         if leader.report(*reports):
             self._last_news = self._clock()
             self._rows_came.set()
@@ -164,7 +164,7 @@ class LeaderRole:
     async def take_restart(self, request: RequestRestart) -> Accepted:
         """Takes a primary's request to restart its epoch, once that is `within_reach` of the view."""
         await self._node.keeper.wait_until_read(partial(within_reach, request.stamp, self._ahead))
-        self._begin()
+        self._begin_epoch()
         if self._leader.request_restart(request.stamp, request.why):
             self._wake.set()
         return self._accepted
@@ -186,7 +186,7 @@ class LeaderRole:
         This leader committed that epoch or will commit it, or every task sends it the numbers again.
         """
         if self._leader.stamp != self._node.keeper.view.stamp:
-            self._begin()
+            self._begin_epoch()
         epoch, log, at = stamp.epoch - 1, self._primary.replica.log, self._leader.stamp
         if epoch < self._committed:
             return log.rows_of(epoch)
@@ -228,14 +228,14 @@ class LeaderRole:
                 if self._node.paused:
                     await self._node.wait_while_paused()
                 if self._node.keeper.view.running:
-                    self._begin()
+                    self._begin_epoch()
                     self._acting, self._report_came = True, False
                     try:
                         await self._act_on_decision()
                     finally:
                         self._acting = False
                     if self._report_came:  # not earlier: it would have been judged by the old state
-                        self._begin()
+                        self._begin_epoch()
                         if self._leader.ready:
                             self._wake_if_due()
                 await self._wake.wait()
@@ -252,7 +252,7 @@ class LeaderRole:
             await asyncio.sleep(_SETTLE_S)
             self._wake.set()
 
-    def _begin(self) -> None:
+    def _begin_epoch(self) -> None:
         """Begins the epoch of the view, if the leader is at another one."""
         stamp = self._node.keeper.view.stamp
         before = self._leader.stamp
@@ -286,7 +286,7 @@ class LeaderRole:
                 await self._fail_unequal(tasks)
             case Diverged() as diverged:
                 if self._may_ask_ledgers(diverged):
-                    await self._explain(diverged)
+                    await self._explain_divergence(diverged)
             case KeepWaiting():
                 pass
 
@@ -294,15 +294,15 @@ class LeaderRole:
         """Wakes the role, unless it would only go on to gather epochs for the next commit."""
         if self._acting:
             self._report_came = True
-        elif self._leader.urgent or not self._may_gather():
+        elif self._leader.urgent or not self._gather_more():
             self._wake.set()
 
     def _may_wait(self, commit: Commit) -> bool:
-        """True if a commit may wait for more epochs: no task waits for it, and the last commit is recent."""
-        return not (commit.finished or commit.awaited or commit.epochs >= self._leader.enough) and self._may_gather()
+        """True, with a timer set, if a commit may wait for more epochs: no task waits for it; the last is recent."""
+        return not (commit.finished or commit.awaited or commit.epochs >= self._leader.enough) and self._gather_more()
 
-    def _may_gather(self) -> bool:
-        """True if the last commit is recent, and no takeover followed. Sets a timer that wakes the role afterwards."""
+    def _gather_more(self) -> bool:
+        """Sets a timer that ends gathering. False: do not gather, since a takeover came or the last commit is old."""
         if self._node.keeper.view.generation_revision != self._commit_generation:
             return False
         if self._gather_timer is not None:
@@ -373,7 +373,7 @@ class LeaderRole:
             for number in numbers:
                 await node.point("committed", 0, number)
         await node.keeper.wait_for_revision(revision)
-        self._begin()
+        self._begin_epoch()
         if self._leader.ready:  # tasks that work ahead have reported already
             self._wake_if_due()
 
@@ -475,7 +475,7 @@ class LeaderRole:
         if wrong is not None:  # else a task did not answer: it is decided again
             await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
-    async def _explain(self, diverged: Diverged) -> None:
+    async def _explain_divergence(self, diverged: Diverged) -> None:
         """Examines unequal sums by the ledgers: names waits; or fails the job, or after a takeover restarts the epoch.
 
         Ends with the first new report.

@@ -17,7 +17,7 @@ class LeaderInterface(Protocol):
     def gather_by(self, ahead: int) -> None:
         """Sets how many epochs task 0 may be ahead of the last commit."""
 
-    def report_now(self, message: Report | Reports) -> Accepted | None:
+    def take_report_now(self, message: Report | Reports) -> Accepted | None:
         """Takes a report at once; None: send it as a message."""
 
     def lacks_own_report(self) -> bool:

@@ -136,7 +136,7 @@ class Primary:
                 await self._roll_back()
                 continue
             self.final = None
-            await self._restore_until_moved_on(await self._one_attempt())
+            await self._restore_until_moved_on(await self._run_attempt())
 
     async def _begin_with_retries(self) -> None:
         """Calls `_begin`, with retries after errors that did not fail the job: no unrestored object may compute."""
@@ -265,7 +265,7 @@ class Primary:
         if not self._was_rolled_back():
             self.backups.roll_back(boundary)
 
-    async def _one_attempt(self) -> Stamp:
+    async def _run_attempt(self) -> Stamp:
         """Works on epochs until the attempt ends: by a restart, a roll-back, or the end of the job.
 
         Returns:
@@ -274,9 +274,9 @@ class Primary:
         keeper = self.node.keeper
         at = keeper.view.stamp
         assert at is not None
-        lanes = self._lanes = Lanes(self, at, self._raise_unfinished)
+        lanes = self._lanes = Lanes(self, at, self._pass_report_error)
         work = asyncio.get_running_loop().create_task(lanes.run())
-        work.add_done_callback(self._check_work)
+        work.add_done_callback(self._pass_work_error)
         try:
             while True:
                 await self._wait_until_moved(at, work)
@@ -289,7 +289,7 @@ class Primary:
                 ):
                     return at
                 try:
-                    lanes.settle(await self._follow_view(at))  # epochs were committed, and the attempt goes on
+                    lanes.note_settled(await self._follow_view(at))  # epochs were committed, and the attempt goes on
                 except (UserCodeError, TaskGraphError) as error:
                     await self._fail(error, finished=True)
                 at = Stamp(at.attempt, lanes.settled)
@@ -319,9 +319,9 @@ class Primary:
         keeper, lanes, moved = self.node.keeper, self._lanes, partial(_has_moved_on, at)
         moving = self._moving = keeper.begin_wait(moved)
         if work.done():
-            self._check_work(work)
-        if lanes is not None and lanes.not_done is not None:
-            self._raise_unfinished()
+            self._pass_work_error(work)
+        if lanes is not None and lanes.report_error is not None:
+            self._pass_report_error()
         try:
             await moving
         except (UserCodeError, TaskGraphError) as error:
@@ -338,7 +338,7 @@ class Primary:
         finally:
             moving.cancel()
 
-    def _check_work(self, work: asyncio.Task[None]) -> None:
+    def _pass_work_error(self, work: asyncio.Task[None]) -> None:
         """Passes an error of the work to the waiting attempt. A later epoch's error of user code waits until that
         epoch is at work, since it may be undone: `_wait_until_moved` checks again.
         """
@@ -350,9 +350,9 @@ class Primary:
         if lanes.failed_in == lanes.settled or not isinstance(error, UserCodeError | TaskGraphError):
             moving.set_exception(error)
 
-    def _raise_unfinished(self) -> None:
-        """Passes the error to the waiting attempt by which an epoch could not be reported though its code had run."""
-        error = self._lanes.not_done if self._lanes is not None else None
+    def _pass_report_error(self) -> None:
+        """Passes the error that kept an epoch from being reported, though its code had run, to the waiting attempt."""
+        error = self._lanes.report_error if self._lanes is not None else None
         if error is not None and self._moving is not None and not self._moving.done():
             self._moving.set_exception(error)
 
@@ -374,7 +374,7 @@ class Primary:
         assert now is not None
         committed = boundaries.committed
         if committed is None or committed.stamp.epoch != now.epoch:  # the node has not followed the view yet
-            replica.read_epoch(now.epoch)
+            replica.set_committed_epoch(now.epoch)
             committed = boundaries.committed
         if committed is None or committed.stamp.epoch != now.epoch:
             raise AssertionError(f"task {self.task}: epoch {now.epoch} committed without its boundary")
@@ -541,7 +541,7 @@ class Primary:
         lacking = self._lanes.lacking if self._lanes is not None else ""
         memory = next(iter(self._memory_waits.values()), "")
         # It may lack what itself would report, were it done.
-        return self.shared.stage or self.stage or memory or self.backups.blocked or lacking
+        return self.shared.stage or self.stage or memory or self.backups.blocked_by or lacking
 
     def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
         """Names what the attempt at `stamp`, and the primary outside user code, wait for."""

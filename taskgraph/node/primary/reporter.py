@@ -120,7 +120,7 @@ class Reporter:
         """Gives a report to the leader on this node. False: there is none, or the report has to be sent."""
         node = self._node
         role, since = node.leader, node.tracing.on and clock()
-        if role is None or node.paused or role.report_now(report) is None:
+        if role is None or node.paused or role.take_report_now(report) is None:
             return False
         if since:
             self._trace(report, since)
@@ -155,7 +155,7 @@ class Reporter:
         reply.add_done_callback(partial(self._on_answer, batch))
 
     def _on_answer(self, batch: _Batch, reply: asyncio.Future[Reply]) -> None:
-        """Handles the outcome of a quiet message: an error means that its reports must be sent again."""
+        """Handles the reply or error of a message of reports: after an error, `run` sends these reports again."""
         lost = reply.cancelled() or reply.exception() is not None
         for sent in batch.reports:
             if sent.batch is batch:
@@ -191,13 +191,13 @@ class Reporter:
     async def _wait_for_work(self, leader: Versioned[PrimaryRecord] | None) -> None:
         """Waits until `run` has something to send, or the leader changed."""
         other = self._node.keeper.begin_wait(partial(_is_other_leader, leader), structure=True)
-        other.add_done_callback(self._end_wait)
+        other.add_done_callback(self._wake_unless_cancelled)
         try:
             await self._wake.wait()
         finally:
             other.cancel()
 
-    def _end_wait(self, other: asyncio.Future[None]) -> None:
+    def _wake_unless_cancelled(self, other: asyncio.Future[None]) -> None:
         if not other.cancelled():
             self._wake.set()
 
@@ -210,7 +210,7 @@ class _SentReport:
     batch: _Batch | None = None
 
     def forget(self) -> None:
-        """Notes that the outcome of this report no longer matters."""
+        """Stops waiting for the outcome of this report; cancels its message once no report in it needs one."""
         batch, self.batch = self.batch, None
         if batch is not None:
             batch.open -= 1

@@ -74,7 +74,7 @@ class TakeOvers:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Says why tasks have no primary, for `status`, if this node reports for all."""
+        """Returns why tasks have no primary, for `status`; empty unless this node reports for all."""
         unseated = [self._unplaceable_text()] if self._unplaceable else []
         reading = [
             f"task {task} lost every replica, and the files of its checkpoint are read before the job goes back to it: "
@@ -92,7 +92,7 @@ class TakeOvers:
         decision = self._decide_succession(task)
         if decision.move is not Move.NOTHING:
             self._clear_orphan(task)
-            self._begin(task, self._take_over(task, decision))
+            self._start_takeover(task, self._take_over(task, decision))
         else:
             self._emit_orphan(task)
 
@@ -151,7 +151,7 @@ class TakeOvers:
         needs = "it needs" if len(self._unplaceable) == 1 else "they need"
         return f"{needs} a CUDA device (requires_gpu), and {who} has one"
 
-    def _begin(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_takeover(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a takeover as an asyncio task; when it has ended, the reconciler runs."""
         running = self._under_way[task] = self._node.own(work, f"take over task {task}")
 
@@ -166,7 +166,7 @@ class TakeOvers:
         """Tries a takeover once. `reconcile` tries again if it is still needed."""
         if decision.rank:
             await asyncio.sleep(decision.rank * self._node.settings.takeover_stagger_s)
-            if self._fatal_code.check():
+            if self._fatal_code.fail_if_fatal():
                 return
         decision = self._decide_succession(task)
         match decision.move:
@@ -280,7 +280,7 @@ class TakeOvers:
         )
 
     def _must_begin_anew(self, task: int) -> bool:
-        """True if the task must begin from nothing or a checkpoint, which the transaction itself cannot check."""
+        """True if the task must begin from nothing or a checkpoint, which the takeover's transaction cannot check."""
         return self._decide_succession(task).move in (Move.FROM_NOTHING, Move.ROLL_BACK)
 
     async def _execute_takeover(
@@ -342,7 +342,7 @@ class TakeOvers:
         able = node.running and not (self.is_busy(task) or node.paused or node.draining)
         if view.stamp != message.stamp or view.term(task) != message.term or not able:
             raise Refused(Reason.STALE, f"{node.name} cannot take over task {task} just now")
-        await asyncio.shield(self._begin(task, self._become_primary(task, failure=False)))
+        await asyncio.shield(self._start_takeover(task, self._become_primary(task, failure=False)))
         if task not in self._roles.primaries:
             raise Refused(Reason.STALE, f"{node.name} lost the takeover of task {task} to another node")
 

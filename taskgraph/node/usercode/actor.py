@@ -278,7 +278,7 @@ class Actor:
     ) -> R:
         """Runs a coroutine, after its first await, to its end. It is listed in `running`."""
         words = lastwords.here
-        mark = self._begin(where, stamp)
+        mark = self._list_call(where, stamp)
         self.waiting += 1
         if words is not None:
             words.clear_on_loop()
@@ -289,7 +289,7 @@ class Actor:
             if words is not None:
                 words.note_on_loop(self.task, stamp, where)
             self.waiting -= 1
-            self._end(mark)
+            self._unlist_call(mark)
 
     def end_child(self, where: str) -> NoReturn:
         """Ends a child process that a coroutine forked, when the coroutine returns or awaits."""
@@ -315,7 +315,7 @@ class Actor:
                 self.in_threads -= 1
                 raise
         began, mark = self._tracing.on and self._tracing.begin(stamp), 0
-        call = functools.partial(self._in_thread, where, alone, function, args, after, context)
+        call = functools.partial(self._run_in_thread, where, alone, function, args, after, context)
         if self._device is not None:
             call = functools.partial(self._on_stream, self._device, call)
         try:
@@ -329,9 +329,9 @@ class Actor:
                     if words is not None:
                         words.running[:] = lastwords.NOTHING
                 if not work.over:
-                    mark = self._begin(where, stamp)
+                    mark = self._list_call(where, stamp)
             else:
-                mark = self._begin(where, stamp)
+                mark = self._list_call(where, stamp)
                 work = self._threads.start(call, brief=False)
             try:
                 result = work.result() if work.over else await work.future()
@@ -343,7 +343,7 @@ class Actor:
             return result
         finally:
             if mark:
-                self._end(mark)
+                self._unlist_call(mark)
             if began:
                 self._tracing.add("code", began, self.task, stamp, self.term, where)
             if alone:
@@ -359,7 +359,7 @@ class Actor:
         elif (left := self._brief.pop(where, 0)) > 1:
             self._brief[where] = left - 1
 
-    def _in_thread(
+    def _run_in_thread(
         self,
         where: str,
         alone: bool,
@@ -438,8 +438,8 @@ class Actor:
             self._threads.block(asyncio.run_coroutine_threadsafe(self._turn.acquire(), self._loop), None)
             self._holder = held
 
-    def _begin(self, where: str, stamp: Stamp | None) -> int:
-        """Lists a call in `running` and in the last words; returns the mark by which `_end` takes it out."""
+    def _list_call(self, where: str, stamp: Stamp | None) -> int:
+        """Lists a call in `running` and in the last words; returns the mark by which `_unlist_call` takes it out."""
         self._calls += 1
         self._running[self._calls] = where, self._loop.time()
         if lastwords.here is not None:
@@ -447,14 +447,14 @@ class Actor:
             lastwords.here.note_call((id(self), self._calls), self.task, epoch, lastwords.encoded_name(where))
         return self._calls
 
-    def _end(self, mark: int) -> None:
+    def _unlist_call(self, mark: int) -> None:
         """Takes a call out of `running` and of the last words."""
         self._running.pop(mark, None)
         if lastwords.here is not None:
             lastwords.here.clear_call((id(self), mark))
 
 
-_CALLS = (Actor._in_thread.__code__, Actor.call.__code__)
+_CALLS = (Actor._run_in_thread.__code__, Actor.call.__code__)
 
 
 def in_user_code(innermost: FrameType) -> bool:

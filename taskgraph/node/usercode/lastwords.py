@@ -107,7 +107,7 @@ class LastWords:
 
         Args:
             epoch: -1 if the task is in no epoch.
-            where: the result of `encoded_name`.
+            where: the call's name, as `encoded_name` returns it.
         """
         taken, free = self._threads if self.running == NOTHING else self._waiting
         slot = taken[call] = free.pop() if free else taken.pop(next(iter(taken)))

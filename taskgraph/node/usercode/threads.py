@@ -17,12 +17,12 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from taskgraph.errors import JobError, no_thread_text
 from taskgraph.node.usercode import forks
 
-__all__ = ["FutureWork", "PooledThreads", "Threads", "Work"]
+__all__ = ["CallInThread", "FutureCall", "PooledThreads", "Threads"]
 
 R = TypeVar("R")
 
 
-class Work(Protocol[R]):
+class CallInThread(Protocol[R]):
     """A call of a function in a thread, as the event loop sees it."""
 
     over: bool
@@ -48,7 +48,7 @@ class Threads(Protocol):
     def clock(self) -> float:
         """Returns the time in seconds, by the clock that measures how long functions in these threads run."""
 
-    def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
+    def start(self, function: Callable[[], R], *, brief: bool) -> CallInThread[R]:
         """Starts `function` in a thread.
 
         Args:
@@ -74,8 +74,8 @@ class Threads(Protocol):
         """Refuses further work, and ends idle threads."""
 
 
-class FutureWork(Generic[R]):
-    """An implementation of `Work` by a future."""
+class FutureCall(Generic[R]):
+    """An implementation of `CallInThread` by a future."""
 
     over = False
     took_s = 0.0
@@ -221,7 +221,7 @@ class PooledThreads:
             with self._lock:
                 spare = self._threads - self._blocked > self._limit  # threads in `block` have come back
                 idle = not self._waiting and not self._closed and not spare
-                if idle and not thread.can_wait():
+                if idle and not thread.make_descriptor():
                     spare, idle = True, False
                 if spare:
                     self._threads -= 1
@@ -229,7 +229,7 @@ class PooledThreads:
                     self._idle.append(thread)
                 elif self._waiting:
                     thread.work = self._waiting.popleft()
-            work.end()
+            work.note_done()
             del work  # an idle thread must not keep values
             if idle:
                 thread.wait()
@@ -280,8 +280,8 @@ class _Thread:
         self._read = self._write = -1
         threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
 
-    def can_wait(self) -> bool:
-        """Makes the descriptor if there is none. False if no descriptor can be made."""
+    def make_descriptor(self) -> bool:
+        """Makes the descriptor that wakes this thread, unless it has one. False if the system has none left."""
         if self._read < 0:
             try:
                 if sys.platform == "linux":
@@ -307,7 +307,7 @@ class _Thread:
 
 
 class _ThreadCall(Generic[R]):
-    """One call of a function in a thread of the pool, whose result the event loop gets; implements `Work`."""
+    """One call of a function in a thread of the pool, whose result the event loop gets; implements `CallInThread`."""
 
     __slots__ = (
         "_cancelled",
@@ -354,8 +354,8 @@ class _ThreadCall(Generic[R]):
         """Ends a child process that the function forked, and in which it returned, too."""
         forks.end_child(threading.current_thread().name, self._error)
 
-    def end(self) -> None:
-        """Notes that the work is done, and has the event loop settle its future; called in the work's thread."""
+    def note_done(self) -> None:
+        """Notes that the function has returned or cannot run, and has the event loop settle its future."""
         self.ended = True
         if self._future is not None:  # otherwise `future` sees `ended`
             self._pool.post(self._settle)
@@ -365,7 +365,7 @@ class _ThreadCall(Generic[R]):
     def fail(self, error: Exception) -> None:
         """Fails the work, since no thread can run it. May be called in any thread."""
         self._error = error
-        self.end()
+        self.note_done()
 
     # -- on the loop ------------------------------------------------------------------------------
 

@@ -16,11 +16,11 @@ from taskgraph.driver.loading import place_of
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import error_text
 
-__all__ = ["expected_ends_silenced", "is_expected_end", "on_uncaught", "report_uncaught", "silence_expected_ends"]
+__all__ = ["expected_ends_silenced", "is_expected_end", "report_uncaught", "set_reporter", "silence_expected_ends"]
 
 _MAX_PLACES = 20
 """The most places in user code that a node reports: a thread may raise in each epoch."""
-_on_uncaught: Callable[[str], object] | None = None
+_report_error: Callable[[str], object] | None = None
 _places: set[str] = set()
 
 
@@ -29,10 +29,10 @@ def is_expected_end(error: object) -> bool:
     return isinstance(error, AttemptEnded) and error.held
 
 
-def on_uncaught(report: Callable[[str], object] | None) -> None:
-    """Sets the function that gets errors which no code handles, in any thread; None: no function."""
-    global _on_uncaught
-    _on_uncaught = report
+def set_reporter(report: Callable[[str], object] | None) -> None:
+    """Sets the function that `report_uncaught` calls with the text of an error, in any thread; None: no function."""
+    global _report_error
+    _report_error = report
     _places.clear()
 
 
@@ -44,12 +44,12 @@ def report_uncaught(error: object, what: str) -> None:
     Args:
         what: names the thread or asyncio task that ended.
     """
-    if _on_uncaught is None or not isinstance(error, BaseException) or isinstance(error, AttemptEnded | SystemExit):
+    if _report_error is None or not isinstance(error, BaseException) or isinstance(error, AttemptEnded | SystemExit):
         return
     place = place_of(error)
     if place and place not in _places and len(_places) < _MAX_PLACES:
         _places.add(place)
-        _on_uncaught(
+        _report_error(
             f"{what} of the job's own code ended with {error_text(error)}{place}: what waits for it, as a hold, waits "
             f"on; the log of this node has the traceback"
         )

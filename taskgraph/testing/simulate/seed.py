@@ -199,7 +199,7 @@ def _with_pauses(outcome: Outcome) -> Iterator[None]:
         return
     outcome.rests = True
     with (
-        mock.patch.object(reconciler, "rest_s", _pause_drawer(rests)),
+        mock.patch.object(reconciler, "pause_after_s", _pause_drawer(rests)),
         mock.patch.object(viewkeeper, "pause_after", _pause_drawer(rests)),
     ):
         yield

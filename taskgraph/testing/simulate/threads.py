@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Generic, TypeVar
 
-from taskgraph.node.usercode.threads import FutureWork, Work
+from taskgraph.node.usercode.threads import CallInThread, FutureCall
 
 __all__ = ["FunctionTiming", "InlineThreads"]
 
@@ -52,7 +52,7 @@ class FunctionTiming:
 
 
 class _FinishedWork(Generic[R]):
-    """A `Work` whose function has already run."""
+    """A `CallInThread` whose function has already run."""
 
     over = True
     took_s = 0.0
@@ -96,10 +96,10 @@ class InlineThreads:
     def clock(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
+    def start(self, function: Callable[[], R], *, brief: bool) -> CallInThread[R]:
         if brief and self._timing is not None and self._timing.runs_at_once():
             return _FinishedWork(function)
-        return FutureWork(self.run(function))
+        return FutureCall(self.run(function))
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         loop = asyncio.get_running_loop()

@@ -20,10 +20,10 @@ class TracedNode:
 
     def __init__(self) -> None:
         self.tracing = Tracing(room=5_000)
-        self.epoch = self.latest = 7
+        self.epoch = self.latest_epoch = 7
 
     def move(self, epoch: int) -> None:
-        self.epoch = self.latest = epoch
+        self.epoch = self.latest_epoch = epoch
 
 
 class Service:

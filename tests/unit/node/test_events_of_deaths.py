@@ -45,12 +45,12 @@ def test_refusing_port_is_one_event(gated: type[Gated], when: str, text: str) ->
         speaker, *others = sorted(cluster.nodes, key=lambda node: node.id)
         idle = next(node for node in others if node is not holder(cluster, 0))
         if when == "before it is killed":
-            speaker.suspicion.port_refused(idle.id)
+            speaker.suspicion.note_port_refused(idle.id)
         cluster.crash(idle.id)
         if when == "as soon as its death is read":
             while idle.id not in speaker.keeper.view.gone:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-        speaker.suspicion.port_refused(idle.id)
+        speaker.suspicion.note_port_refused(idle.id)
         await asyncio.sleep(1)
         gated.gate.set()
         await cluster.result()

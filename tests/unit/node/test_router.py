@@ -63,7 +63,7 @@ def test_call_ends_at_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         done, _ = await asyncio.wait(calls, timeout=10)
         assert not done
-        caller.suspicion.port_refused(silent.id)
+        caller.suspicion.note_port_refused(silent.id)
         await caller.keeper.wait_until(lambda view: view.primary_node(0) == caller.id)
         done, others = await asyncio.wait(calls, timeout=1)
         assert done == {calls[0]} and silent.id in caller.keeper.view.nodes

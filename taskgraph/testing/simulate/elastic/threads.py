@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any, TypeVar
 
-from taskgraph.node.usercode.threads import FutureWork
+from taskgraph.node.usercode.threads import FutureCall
 from taskgraph.testing.simulate.loop import Process, SimLoop
 
 __all__ = ["SteppedThreads", "process_name", "sleep"]
@@ -97,8 +97,8 @@ class SteppedThreads:
     def clock(self) -> float:
         return self._loop.time()
 
-    def start(self, function: Callable[[], R], *, brief: bool) -> FutureWork[R]:
-        return FutureWork(self.run(function))
+    def start(self, function: Callable[[], R], *, brief: bool) -> FutureCall[R]:
+        return FutureCall(self.run(function))
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         future: asyncio.Future[R] = self._loop.create_future()

@@ -56,7 +56,7 @@ def test_code_outlasting_its_term_ends_node(restarts: bool, taken_back: bool) ->
             await Fresh.heard.wait()
         view = node.keeper.view
         backup = cluster.node(next(n for n in view.in_sync(1) if n != node.id))
-        backup.suspicion.port_refused(node.id)
+        backup.suspicion.note_port_refused(node.id)
         await asyncio.wait([cluster._members[node.id].run])
         why = "task 1 on n2 cannot go on: count did not return within 5 s after its attempt ended"
         assert why in str(cluster._node_failed.result())

@@ -12,7 +12,7 @@ import uvloop
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.node.loop import NodeLoop
-from taskgraph.node.usercode.uncaught import on_uncaught, silence_expected_ends
+from taskgraph.node.usercode.uncaught import set_reporter, silence_expected_ends
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     texts: list[str] = []
     silence_expected_ends()
-    on_uncaught(texts.append)
+    set_reporter(texts.append)
     yield texts
-    on_uncaught(None)
+    set_reporter(None)
 
 
 def raises(error: BaseException) -> None:
