@@ -650,8 +650,8 @@ def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
         assert group is not None
         group.create_task(original(self, where, to, value))
 
-    _changed(patch, Ledger, "sent", but_flags)
-    _changed(patch, Ledger, "received", but_flags)
+    _changed(patch, Ledger, "count_sent", but_flags)
+    _changed(patch, Ledger, "count_received", but_flags)
     _changed(patch, Mailbox, "send_flag", send_flag)
     _changed(patch, Mailbox, "take_flag", take_flag)
 
@@ -680,8 +680,8 @@ def answers_of_a_gone_term_count(patch: pytest.MonkeyPatch) -> None:
     def only_items(original: Any, self: Ledger, kind: str, *rest: Any) -> bool:
         return bool(original(self, kind, *rest)) if kind in ("item", "flag") else True
 
-    _changed(patch, Ledger, "sent", only_items)
-    _changed(patch, Ledger, "received", only_items)
+    _changed(patch, Ledger, "count_sent", only_items)
+    _changed(patch, Ledger, "count_received", only_items)
 
 
 @plant
@@ -775,7 +775,7 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
 @plant
 def the_content_of_items_is_not_in_the_sums(patch: pytest.MonkeyPatch) -> None:
     """The digest is not part of the identity that both ends count."""
-    real = Ledger.received
+    real = Ledger.count_received
 
     def received(self: Ledger, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
         return real(self, kind, sender, receiver, name, b"")
@@ -783,8 +783,8 @@ def the_content_of_items_is_not_in_the_sums(patch: pytest.MonkeyPatch) -> None:
     def sent(original: Any, self: Ledger, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
         return bool(original(self, kind, sender, receiver, name, b""))
 
-    patch.setattr(Ledger, "received", received)
-    _changed(patch, Ledger, "sent", sent)
+    patch.setattr(Ledger, "count_received", received)
+    _changed(patch, Ledger, "count_sent", sent)
 
 
 # -- on_commit ----------------------------------------------------------------------------------------
