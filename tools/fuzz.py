@@ -104,7 +104,7 @@ def _frames() -> tuple[Target, list[bytes]]:
                     raise Finding("a reader without room for a byte")
                 count = min(room.nbytes, piece, rest.nbytes)
                 room[:count] = rest[:count]
-                reader.received(count)
+                reader.parse_received(count)
                 rest = rest[count:]
                 if len(reader._memory) > (192 << 10) + 2 * len(data):
                     raise Finding(f"a reader with a buffer of {len(reader._memory)} bytes after {len(data)}")

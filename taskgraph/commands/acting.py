@@ -58,7 +58,7 @@ _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 _HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
 
 
-async def _view(reached: FoundJob) -> JobView:
+async def _read_view(reached: FoundJob) -> JobView:
     """Reads the job's view from etcd, once."""
     keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
     await keeper.load()
@@ -92,9 +92,9 @@ async def kill(options: argparse.Namespace) -> int:
     number = signal_number(options.signal)
     async with reach(options) as reached:
         reached.spec.check_protocol()
-        view = await _view(reached)
+        view = await _read_view(reached)
         _check_running(reached, view)
-        node, what = _target(options, view, reached.spec)
+        node, what = _find_target(options, view, reached.spec)
         record = view.nodes[node].record
         risk, fails = kill_risk(view, reached.spec, node, number)
         if fails and not options.force:
@@ -118,7 +118,7 @@ async def kill(options: argparse.Namespace) -> int:
 
 
 def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -> tuple[str, bool]:
-    """Returns what a signal to this node costs, and whether the job fails at once; ("", False): nothing.
+    """Returns the warning about a signal to this node ("": no state is at risk), and whether the job would fail.
 
     Only a node that alone has a task's state can cost anything.
     """
@@ -147,7 +147,7 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
 
 
 def _sole_state(view: JobView, spec: JobSpec, node: str) -> str:
-    """Says which state only this node has, that cannot be made again; "": none."""
+    """Describes the state that only this node has, and that cannot be made again; "": there is none."""
     if view.workers is not None:
         workers = {worker for worker, _ in view.workers.record.workers}
         others = [worker for worker in workers - {node} if worker in view.nodes and worker not in view.gone]
@@ -177,7 +177,7 @@ def is_here(record: NodeRecord) -> bool:
 
 
 def _folder(record: NodeRecord) -> Path | None:
-    """Returns the folder with the sockets of a node, if the node runs on this host."""
+    """Returns the folder with the sockets of a node; None: the node runs on another host."""
     here = host_of(host_key())
     for endpoint in record.control.split("|"):
         key, path = unix_socket(endpoint)
@@ -228,7 +228,7 @@ def signal_process(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def _target(options: argparse.Namespace, view: JobView, spec: JobSpec) -> tuple[str, str]:
+def _find_target(options: argparse.Namespace, view: JobView, spec: JobSpec) -> tuple[str, str]:
     """Returns the node to signal, and its role in words.
 
     Raises:
@@ -304,7 +304,7 @@ async def drain(options: argparse.Namespace) -> int:
     """Asks a node to hand its tasks over and leave."""
     async with reach(options) as reached:
         reached.spec.check_protocol()
-        view = await _view(reached)
+        view = await _read_view(reached)
         _check_running(reached, view)
         node = _node_named(view, options.node)
         record, risk = view.nodes[node].record, drain_risk(view, reached.spec, node)
@@ -312,14 +312,14 @@ async def drain(options: argparse.Namespace) -> int:
             raise JobError(f"{risk}: start one first (`taskgraph launch {reached.name}`), or drain it with --force")
         async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
             await client.drain("taskgraph drain")
-        print(f"{record.name} (process {record.pid} on {record.host}) {leaves_how(view, reached.spec, node)}")
+        print(f"{record.name} (process {record.pid} on {record.host}) {drain_text(view, reached.spec, node)}")
         if risk:
             say(risk)
     return 0
 
 
-def leaves_how(view: JobView, spec: JobSpec, node: str) -> str:
-    """Returns what a node does that is drained."""
+def drain_text(view: JobView, spec: JobSpec, node: str) -> str:
+    """Describes what a node does when it is drained, as the predicate of a sentence."""
     if not spec.elastic:
         return "hands its tasks over and leaves"
     if view.workers is None or node not in {worker for worker, _ in view.workers.record.workers}:
@@ -365,7 +365,7 @@ async def shutdown(options: argparse.Namespace) -> int:
 
 
 async def _cancel(options: argparse.Namespace) -> None:
-    """Ends the job in etcd, and prints whether it had ended before."""
+    """Sets the job's status in etcd to cancelled, unless the job has ended; prints which of the two."""
     async with reach(options) as reached:
         options.job = reached.name
         follower = Follower(reached.coordinator, reached.spec, b"")

@@ -81,7 +81,7 @@ _HELP = {
 }
 
 
-def _close(word: str, known: Sequence[str]) -> str:
+def _closest(word: str, known: Sequence[str]) -> str:
     """Returns the most similar known word; "": none is similar."""
     import difflib
 
@@ -99,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if wrong := _NO_COMMAND.match(message):
-            message = _no_command(wrong[2])
+            message = _no_command_text(wrong[2])
         what, _, words = message.partition("unrecognized arguments: ")
         if not what:
             message += self._suggestion(words.split())
@@ -118,15 +118,15 @@ class _Parser(argparse.ArgumentParser):
             name, known = word.partition("=")[0], [o for o in self._option_string_actions if o.startswith("--")]
             if len(name) <= len("--"):
                 continue
-            if near := next((o for o in known if o.startswith(name)), "") or _close(name, known):
+            if near := next((o for o in known if o.startswith(name)), "") or _closest(name, known):
                 return f" (did you mean {near}?)"
         return ""
 
 
-def _no_command(word: str) -> str:
+def _no_command_text(word: str) -> str:
     """Returns the message for a word that is no command, with what may have been meant."""
     known = [name for group in COMMANDS.values() for name in group]
-    if near := _close(word, known):
+    if near := _closest(word, known):
         return f"no command {word!r}; did you mean {near}?"
     run = f"; a driver is run with `taskgraph run {word}`" if word.endswith(".py") or ":" in word else ""
     return f"no command {word!r}{run}"
@@ -141,7 +141,7 @@ class _Command(_Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            message = self._option_of_job(options, unknown) or f"unrecognized arguments: {' '.join(unknown)}"
+            message = self._option_of_job_text(options, unknown) or f"unrecognized arguments: {' '.join(unknown)}"
             self.error(message)
         for action in self._actions:
             # An empty value comes from an unset variable of a script, and must not mean the default. JOB is checked
@@ -152,7 +152,7 @@ class _Command(_Parser):
                 self.error(f"argument {name}: it is empty: give a value{otherwise}")
         return options, unknown
 
-    def _option_of_job(self, options: argparse.Namespace, unknown: Sequence[str]) -> str:
+    def _option_of_job_text(self, options: argparse.Namespace, unknown: Sequence[str]) -> str:
         """Returns the message for `run fit.py --epochs 5`, where `epochs` is an option of the job; else ""."""
         driver: str = getattr(options, "driver", "")
         if not unknown[0].startswith("--") or (not driver and self.function is None):
@@ -193,13 +193,13 @@ class _Help(argparse.Action):
             own = f"options of {function.__name__}:\n{help_text(function.options())}"
             parser.description = f"{parser.description}\n\n{own}"
         for action in parser._actions:
-            if option == _SHOW_ALL and isinstance(action, _Connection):
+            if option == _SHOW_ALL and isinstance(action, _HelpAllOnly):
                 action.help = action.whole_help
         parser.print_help()
         parser.exit()
 
 
-class _Connection(argparse._StoreAction):
+class _HelpAllOnly(argparse._StoreAction):
     """An option that only `--help-all` lists."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -451,30 +451,30 @@ def add_etcd_options(made: argparse.ArgumentParser) -> None:
     text = "the job's token; `submit` and `run` write the file if it is missing"
     group.add_argument("--token-file", metavar="FILE", help=text)
     names = ("--etcd-ca", "--cacert")
-    group.add_argument(*names, action=_Connection, metavar="FILE", help="authority of etcd's certificates")
-    group.add_argument("--etcd-cert", "--cert", action=_Connection, metavar="FILE", help="client certificate for etcd")
-    group.add_argument("--etcd-key", "--key", action=_Connection, metavar="FILE", help="key of the client certificate")
-    group.add_argument("--etcd-user", action=_Connection, metavar="NAME", help="user, if etcd has users")
+    group.add_argument(*names, action=_HelpAllOnly, metavar="FILE", help="authority of etcd's certificates")
+    group.add_argument("--etcd-cert", "--cert", action=_HelpAllOnly, metavar="FILE", help="client certificate for etcd")
+    group.add_argument("--etcd-key", "--key", action=_HelpAllOnly, metavar="FILE", help="key of the client certificate")
+    group.add_argument("--etcd-user", action=_HelpAllOnly, metavar="NAME", help="user, if etcd has users")
     text = "the user's password (or TASKGRAPH_ETCD_PASSWORD)"
-    group.add_argument("--etcd-password-file", action=_Connection, metavar="FILE", help=text)
+    group.add_argument("--etcd-password-file", action=_HelpAllOnly, metavar="FILE", help=text)
     nodes = made.add_argument_group("TLS between nodes (also TASKGRAPH_TLS, TASKGRAPH_TLS_CA etc., or taskgraph.toml)")
     text = "a folder with ca.pem, cert.pem and key.pem (`taskgraph certs`)"
-    nodes.add_argument("--tls", action=_Connection, metavar="DIR", help=text)
+    nodes.add_argument("--tls", action=_HelpAllOnly, metavar="DIR", help=text)
     text = "authority of all nodes' and clients' certificates"
-    nodes.add_argument("--tls-ca", action=_Connection, metavar="FILE", help=text)
-    nodes.add_argument("--tls-cert", action=_Connection, metavar="FILE", help="our certificate")
-    nodes.add_argument("--tls-key", action=_Connection, metavar="FILE", help="its key")
+    nodes.add_argument("--tls-ca", action=_HelpAllOnly, metavar="FILE", help=text)
+    nodes.add_argument("--tls-cert", action=_HelpAllOnly, metavar="FILE", help="our certificate")
+    nodes.add_argument("--tls-key", action=_HelpAllOnly, metavar="FILE", help="its key")
     text = "the name that all nodes' certificates have, in place of their hosts' names"
-    nodes.add_argument("--tls-name", action=_Connection, metavar="NAME", help=text)
+    nodes.add_argument("--tls-name", action=_HelpAllOnly, metavar="NAME", help=text)
 
 
 def add_listen_options(made: argparse.ArgumentParser, help_text: str) -> None:
     """Adds --listen and the options that go with it."""
     made.add_argument("--listen", metavar="HOST", help=help_text)
     text = "listen on these ports only, for a firewall: a node takes two of them"
-    made.add_argument("--ports", action=_Connection, metavar="FIRST-LAST", help=text)
+    made.add_argument("--ports", action=_HelpAllOnly, metavar="FIRST-LAST", help=text)
     text = "the name or address by which other hosts reach HOST, if that differs from HOST"
-    made.add_argument("--advertise", action=_Connection, metavar="NAME", help=text)
+    made.add_argument("--advertise", action=_HelpAllOnly, metavar="NAME", help=text)
     made.add_argument(
         "--insecure-listen",
         action="store_true",

@@ -79,7 +79,7 @@ def make_certs(
     if not 1 <= days <= _MOST_DAYS:
         raise JobError(f"--days {days}: from 1 to {_MOST_DAYS}")
     now = datetime.datetime.now(datetime.UTC)
-    names = list(dict.fromkeys([*map(_host, hosts), *_own_names(), "localhost", "127.0.0.1", "::1"]))
+    names = list(dict.fromkeys([*map(_checked_host, hosts), *_own_names(), "localhost", "127.0.0.1", "::1"]))
     made = [CA, CERT, KEY] if authority is not None else [CA, CA_KEY, CERT, KEY]
     there = [name for name in made if (folder / name).exists()]
     if there and not force:
@@ -88,7 +88,7 @@ def make_certs(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         ca = trustme.CA(path_length=0) if authority is None else _read_authority(authority)
         wanted = now + datetime.timedelta(days=days)
-        end = min(wanted, _end(ca))
+        end = min(wanted, _expiry(ca))
         if end <= now:
             raise JobError(
                 f"--ca {authority}: that authority ended on {end:%Y-%m-%d}; make another with `taskgraph certs DIR`, "
@@ -106,7 +106,7 @@ def make_certs(
     return NewCertificate(names, end, cut=wanted - end >= datetime.timedelta(days=1))
 
 
-def _host(text: str) -> str:
+def _checked_host(text: str) -> str:
     """Checks that a certificate can name the host, and returns it. Raises JobError."""
     try:
         return str(ipaddress.ip_address(text))
@@ -119,12 +119,12 @@ def _host(text: str) -> str:
 def _own_names() -> list[str]:
     """Returns this host's name, unless it has an underscore, which no name in a certificate can have."""
     try:
-        return [_host(socket.gethostname())]
+        return [_checked_host(socket.gethostname())]
     except JobError:
         return []
 
 
-def _end(ca: trustme.CA) -> datetime.datetime:
+def _expiry(ca: trustme.CA) -> datetime.datetime:
     """Returns when an authority's certificate ends."""
     pem = ca.cert_pem.bytes()
     found, _ = validities(pem, pem)

@@ -15,7 +15,7 @@ from collections import Counter
 import uvloop
 
 from taskgraph.commands import acting
-from taskgraph.commands.common import FoundJob, launcher_gone, on_ending_signals, reach
+from taskgraph.commands.common import FoundJob, on_ending_signals, reach, wait_until_launcher_gone
 from taskgraph.commands.looking import print_event
 from taskgraph.commands.mischief import Fault, draw, kinds_of, pause_s
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -106,9 +106,9 @@ class _Chaos:
         async with alongside(
             self.keeper.run(),
             self._print_events(after=self._view.revision),
-            self._faults(),
-            self._ended(),
-            launcher_gone(self._reached.entry),
+            self._cause_faults(),
+            self._wait_until_ended(),
+            wait_until_launcher_gone(self._reached.entry),
             interrupted.wait(),
         ) as work:
             try:
@@ -142,8 +142,8 @@ class _Chaos:
             print(f"  {printable(status.record.reason)}", flush=True)
         return 1 if state == State.FAILED else 0
 
-    async def _ended(self) -> None:
-        """Returns when the job has ended, and its last events were shown."""
+    async def _wait_until_ended(self) -> None:
+        """Waits until the job has ended, and a moment more, in which its last events are shown."""
         await self.keeper.wait_until(lambda view: not view.running)
         await asyncio.sleep(_LAST_EVENT_S)  # so that the last events are shown
 
@@ -152,8 +152,8 @@ class _Chaos:
         async for event in follow_events(self._reached.coordinator, self._reached.name, after=after):
             print_event(event, as_json=False)
 
-    async def _faults(self) -> None:
-        """Causes faults for ever. The next faults may come while a node is stopped."""
+    async def _cause_faults(self) -> None:
+        """Causes one fault after another until cancelled. The next may come while a node is still stopped."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(pause_s(self._rng, self._mtbf_s))

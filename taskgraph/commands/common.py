@@ -50,7 +50,6 @@ __all__ = [
     "etcd_of",
     "find_entry",
     "known_at",
-    "launcher_gone",
     "listening_of",
     "node_tls_of",
     "on_ending_signals",
@@ -60,6 +59,7 @@ __all__ = [
     "take_orders",
     "token_for",
     "token_of",
+    "wait_until_launcher_gone",
 ]
 
 _TOKEN_BYTES = 16
@@ -171,6 +171,7 @@ class NewToken:
 
 def token_for(options: argparse.Namespace, otherwise: Path | None = None, *, again: bool = False) -> NewToken | None:
     """Returns the token of a new job, from the named file. Writes the file with a new token if it is missing.
+    None: neither the options nor `otherwise` name a file.
 
     Args:
         otherwise: the file to write if none is named; None: no file.
@@ -249,7 +250,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
         found = runtime.find(name)
         if found is not None:
             return _with_given(found, options)
-        if ended := _ended_here(runtime, name):
+        if ended := _ended_here_text(runtime, name):
             raise UnknownJob(ended)
         if (placed := _placed_entry(name)) is not None:
             return _with_given(placed, options)
@@ -306,8 +307,8 @@ class NotSubmitted(UnknownJob):
     """The etcd has no such job, or not yet the run that a launcher is to submit."""
 
 
-def _submitted_later(name: str) -> str:
-    """Returns what to add to a message if a launcher is to submit the job; "": none is."""
+def _submitted_later_text(name: str) -> str:
+    """Returns the end of a message for a job that its launcher is going to submit; "": no launcher is."""
     from taskgraph.clusters.placed import is_enclosed
 
     return f": its launcher submits it: `taskgraph logs {name} --node launcher`" if is_enclosed(name) else ""
@@ -325,12 +326,12 @@ async def _check_run(coordinator: Coordinator, name: str, run: str) -> None:
         return
     raise NotSubmitted(
         f"etcd at {placed.etcd} has another run of job {name!r}, which has ended (--etcd shows it), and not yet the "
-        f"one that was submitted here{_submitted_later(name)}"
+        f"one that was submitted here{_submitted_later_text(name)}"
     )
 
 
-def _ended_here(runtime: Runtime, name: str) -> str:
-    """Returns what this host knows about the end of a job; "": nothing."""
+def _ended_here_text(runtime: Runtime, name: str) -> str:
+    """Returns the message that a job has ended, or that its launcher was killed; "": this host knows of no end."""
     kept = runtime.finished(name)
     if kept is not None:
         return _has_ended_text(name, kept)
@@ -350,7 +351,7 @@ def _with_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
 
 
 def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:
-    """Returns what this host knows of a job in that etcd, also after its launcher was killed.
+    """Returns this host's entry of a job in that etcd, also after its launcher was killed; None: it has none.
 
     Args:
         run: the id of the run, if that etcd was asked: it identifies the etcd, whose members may be listed differently.
@@ -360,7 +361,7 @@ def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:
 
 
 def _with_what_is_known(entry: JobEntry, run: str) -> JobEntry:
-    """Adds the token and the TLS files that this host knows of the run, unless others are given."""
+    """Fills a missing token, or missing TLS files, of an entry from what this host knows of the run."""
     local = known_at(entry.name, entry.etcd, run)
     if local is None:
         return entry
@@ -382,8 +383,8 @@ def ended_with_launcher(entry: JobEntry | None) -> bool:
     return found is None or found.etcd != entry.etcd  # another run has the name
 
 
-async def launcher_gone(entry: JobEntry | None) -> None:
-    """Returns when the job's embedded etcd has ended with its launcher; never, if the job has none."""
+async def wait_until_launcher_gone(entry: JobEntry | None) -> None:
+    """Waits until the job's embedded etcd has ended with its launcher; for ever, if the job has none."""
     while not ended_with_launcher(entry):  # noqa: ASYNC110 (no event tells)
         await asyncio.sleep(_GONE_POLL_S)
 
@@ -432,7 +433,7 @@ def on_ending_signals(react: Callable[[int], object]) -> None:
 
 
 def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obey: Callable[[], None]) -> None:
-    """Calls `obey` on each of `ending_signals` that counts as an order of its own.
+    """Makes the running loop call `obey` on each of `ending_signals` that does not repeat another (`Orders`).
 
     After the job has finished, the first signal only prints a warning: ending now would lose the results.
 
@@ -508,7 +509,7 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
             keys = Keys(entry.name)
             kv = await coordinator.get(keys.spec)
             if kv is None:
-                raise NotSubmitted(f"etcd at {entry.etcd} has no job {entry.name!r}{_submitted_later(entry.name)}")
+                raise NotSubmitted(f"etcd at {entry.etcd} has no job {entry.name!r}{_submitted_later_text(entry.name)}")
             spec = decode_key(JobSpec.from_bytes, kv, keys)
             if not options.etcd:
                 await _check_run(coordinator, entry.name, spec.run)
@@ -524,5 +525,5 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
                 error.add_note(text)
             raise
         again = Runtime().find(entry.name) is not None
-        text = f"another run of job {entry.name!r} has begun" if again else _ended_here(Runtime(), entry.name)
+        text = f"another run of job {entry.name!r} has begun" if again else _ended_here_text(Runtime(), entry.name)
         raise UnknownJob(text or f"job {entry.name!r} has just ended") from error

@@ -25,7 +25,6 @@ from taskgraph.commands.common import (
     ended_with_launcher,
     etcd_of,
     known_at,
-    launcher_gone,
     listening_of,
     node_tls_of,
     reach,
@@ -33,6 +32,7 @@ from taskgraph.commands.common import (
     see_text,
     take_orders,
     token_of,
+    wait_until_launcher_gone,
 )
 from taskgraph.commands.running import print_result, run
 from taskgraph.coordination.api import Coordinator
@@ -155,14 +155,14 @@ async def _launch(options: argparse.Namespace) -> int:
             replace=options.replace,
         )
         try:
-            async with shown, alongside(launching, launcher_gone(reached.entry)) as (work, gone):
+            async with shown, alongside(launching, wait_until_launcher_gone(reached.entry)) as (work, gone):
                 _on_signals(work, leave, follower, reached.spec.setting("drain_s"))
                 await any_done(work, gone)
                 if not work.done():  # the work may still read how the job ended
                     await asyncio.wait([work], timeout=_LAST_LOOK_S)
                 if not work.done() and follower.view.has_work:
                     leave.set()  # there is no etcd to hand over by
-                    raise _without_launcher(reached)
+                    raise _launcher_ended_error(reached)
                 status, result = await work
             if status.state != State.RUNNING and not reached.entry.embedded:  # else the run keeps the end
                 asks = f"`taskgraph result {reached.name} --etcd {entry.etcd}` asks the job's etcd for them"
@@ -172,12 +172,12 @@ async def _launch(options: argparse.Namespace) -> int:
             return 130
         finally:
             await follower.stop()
-            _leave(runtime, entry)
+            _remove_entry(runtime, entry)
         restore_signals()
         return await print_end(reached, follower, status, result, left=leave.is_set())
 
 
-def _without_launcher(reached: FoundJob) -> UnknownJob:
+def _launcher_ended_error(reached: FoundJob) -> UnknownJob:
     """Makes the error for a job whose embedded etcd ended with its launcher."""
     check_launcher(reached.entry)
     name, kept = reached.name, Runtime().finished(reached.name, reached.spec.run)
@@ -276,8 +276,8 @@ async def _left_text(how: str, reached: FoundJob, follower: Follower) -> str:
     return text
 
 
-def _leave(runtime: Runtime, entry: JobEntry) -> None:
-    """Removes this launcher's entry of the job; only prints an error."""
+def _remove_entry(runtime: Runtime, entry: JobEntry) -> None:
+    """Removes this launcher's entry of the job from this host's records; prints an error, and does not raise it."""
     try:
         runtime.leave(entry)
     except (OSError, TaskGraphError) as error:
@@ -309,8 +309,8 @@ def node(options: argparse.Namespace) -> int:
         begin_not_ready(Path(options.ready_file))
     process.end_on_sigterm(drained_code=options.drained_code)
     process.log_to_stderr()
-    spec, token = uvloop.run(_submitted(etcd, tls, options, token, known))
-    _take_env(spec)
+    spec, token = uvloop.run(_wait_until_submitted(etcd, tls, options, token, known))
+    _restart_in_node_env(spec)
     process.main(
         NodeConfig(
             job=options.job,
@@ -337,10 +337,13 @@ def _token_at(options: argparse.Namespace, etcd: str) -> str | None:
     return token
 
 
-async def _with_its_token(
+async def _wait_for_job_and_token(
     coordinator: Coordinator, options: argparse.Namespace, etcd: str, token: str
 ) -> tuple[JobSpec, str]:
-    """Waits for the job and for its token: a waiting node may have the token of an earlier run."""
+    """Waits until the job is in etcd and `token`, or the file named for it, is its token; returns its spec and token.
+
+    A waiting node may have the token of an earlier run.
+    """
     from taskgraph.node import process
 
     warned = ""
@@ -360,10 +363,14 @@ async def _with_its_token(
         await asyncio.sleep(_TOKEN_AGAIN_S)
 
 
-async def _submitted(
+async def _wait_until_submitted(
     etcd: str, tls: dict[str, str], options: argparse.Namespace, token: str, entry: JobEntry | None
 ) -> tuple[JobSpec, str]:
-    """Waits for the job and its token. Raises UnknownJob if the launcher of `entry`, which runs its etcd, ends."""
+    """Waits for etcd, then for the job and its token; returns its spec and token.
+
+    Raises:
+        UnknownJob: the launcher of `entry`, which runs its etcd, has ended.
+    """
     say_at = time.monotonic() + _FIRST_SAID_S
     async with AsyncExitStack() as stack:
         while True:
@@ -375,16 +382,16 @@ async def _submitted(
                     log.warning("waiting for etcd: %s", error)
                     say_at = time.monotonic() + _SAY_AGAIN_S
                 await asyncio.sleep(_ADDRESS_AGAIN_S)
-        submitted = _with_its_token(coordinator, options, etcd, token)
-        async with alongside(submitted, launcher_gone(entry)) as (waiting, gone):
+        submitted = _wait_for_job_and_token(coordinator, options, etcd, token)
+        async with alongside(submitted, wait_until_launcher_gone(entry)) as (waiting, gone):
             await any_done(waiting, gone)
             if not waiting.done():
                 raise UnknownJob(f"job {options.job!r} has ended with its launcher, which ran its etcd")
             return await waiting
 
 
-def _take_env(spec: JobSpec) -> None:
-    """Starts this program again if its environment is not the one of a node of this job.
+def _restart_in_node_env(spec: JobSpec) -> None:
+    """Replaces this process by the same command in the environment of the job's nodes, unless it has that already.
 
     Python and BLAS read it when they are loaded, and the job was not known then.
     """

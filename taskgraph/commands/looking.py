@@ -17,7 +17,7 @@ import uvloop
 from msgspec import structs
 
 from taskgraph.clusters.placed import find_kept_by, find_placed
-from taskgraph.commands.common import FoundJob, check_launcher, etcd_of, known_at, launcher_gone, reach
+from taskgraph.commands.common import FoundJob, check_launcher, etcd_of, known_at, reach, wait_until_launcher_gone
 from taskgraph.commands.placing import waiting
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError, Unavailable, UnknownJob
@@ -49,8 +49,8 @@ kept beside them."""
 _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 
 
-def _finished(options: argparse.Namespace) -> KeptJob | None:
-    """Returns what this host kept of the job, if it has ended."""
+def _find_kept_here(options: argparse.Namespace) -> KeptJob | None:
+    """Returns the record that this host kept of an ended job; None: it has none, or the options name an etcd."""
     runtime = Runtime()
     if etcd_of(options) is not None or not options.job or runtime.find(options.job) is not None:
         return None
@@ -62,7 +62,7 @@ def _finished(options: argparse.Namespace) -> KeptJob | None:
 
 def status(options: argparse.Namespace) -> int:
     """Shows how fast and how safe a job is, and what it waits for."""
-    kept = _finished(options)
+    kept = _find_kept_here(options)
     if kept is not None:
         _print_finished(options.job, kept, as_json=options.json)
         return 0
@@ -83,12 +83,12 @@ async def _status(options: argparse.Namespace) -> int:
         shown = _tasks_of(options, reached.spec.tasks)
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
         away = False
-        while (kept := _ended_here(reached.entry)) is None:
+        while (kept := _kept_if_launcher_ended(reached.entry)) is None:
             asked_at, began = time.strftime("%H:%M:%S"), time.monotonic()
             try:
                 await keeper.load()
             except CoordinationError as error:
-                if _ended_here(reached.entry) is not None:
+                if _kept_if_launcher_ended(reached.entry) is not None:
                     continue
                 if not options.watch or not isinstance(error, Unavailable):
                     raise
@@ -108,7 +108,9 @@ async def _status(options: argparse.Namespace) -> int:
                 )
                 text = json.dumps(found)
             else:
-                text = status_text(await _picture(reached, view, statuses, etcd_s), shown) + _warning(reached)
+                text = status_text(await _collect_status(reached, view, statuses, etcd_s), shown) + _etcd_warning(
+                    reached
+                )
                 if view.running:
                     text = "\n".join([text, *map(one_line, await waiting(reached.name))])
             show_again(text, on_screen=options.watch and not options.json)
@@ -147,10 +149,10 @@ def _tasks_of(options: argparse.Namespace, tasks: int) -> Sequence[int]:
     return found
 
 
-async def _picture(
+async def _collect_status(
     reached: FoundJob, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError], etcd_s: float
 ) -> StatusData:
-    """Collects what `taskgraph status` shows."""
+    """Collects what `taskgraph status` shows: the arguments, commits from the leader, events from etcd."""
     spec, logs = reached.spec, Runtime().logs(reached.name)
     leader = next((node for node, said in statuses.items() if isinstance(said, NodeStatus) and said.leader), None)
     commits: list[Event] = []
@@ -178,13 +180,13 @@ async def _picture(
         commits=commits,
         kept=[*kept, *incidents.take_finished(view, over=True)],
         etcd_s=etcd_s,
-        no_node_text=_nobody(reached, view),
+        no_node_text=_no_node_text(reached, view),
         logs=str(logs) if logs is not None else "",
     )
 
 
-def _nobody(reached: FoundJob, view: JobView) -> str:
-    """Returns what to say if no node is registered."""
+def _no_node_text(reached: FoundJob, view: JobView) -> str:
+    """Returns what `taskgraph status` says if no node is registered."""
     spec, known = reached.spec, known_at(reached.name, reached.entry.etcd, reached.spec.run)
     is_known = known is not None or find_placed(reached.name) is not None
     return no_node_text(
@@ -197,7 +199,10 @@ def _nobody(reached: FoundJob, view: JobView) -> str:
 
 
 async def statuses_of(reached: FoundJob, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
-    """Asks all nodes for their status, unless they speak another protocol, or would refuse our token."""
+    """Asks all nodes for their status; returns node -> status, or the error in its place.
+
+    Asks none if they speak another protocol, or would refuse our token: then each has that error.
+    """
     entry, run = reached.entry, reached.spec.run
     try:
         reached.spec.check_protocol()
@@ -207,8 +212,8 @@ async def statuses_of(reached: FoundJob, view: JobView) -> Mapping[str, NodeStat
     return await node_statuses(view, run, entry.token_bytes, entry.node_access)
 
 
-def _ended_here(entry: JobEntry) -> KeptJob | None:
-    """Returns what this host kept of the job, if its launcher and embedded etcd ended while we looked.
+def _kept_if_launcher_ended(entry: JobEntry) -> KeptJob | None:
+    """Returns this host's record of the job if its launcher and embedded etcd have ended meanwhile; else None.
 
     Raises:
         UnknownJob: the launcher was killed.
@@ -229,7 +234,7 @@ def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
     print(f"{name}  {kept.state or 'unknown'}{done}" + (f"\n  {printable(reason)}" if reason else ""))
 
 
-def _warning(reached: FoundJob) -> str:
+def _etcd_warning(reached: FoundJob) -> str:
     """Returns a warning if the version of etcd is one that can lose data; "": it is not."""
     from taskgraph.coordination.etcd import EtcdCoordinator
 
@@ -241,7 +246,7 @@ def _warning(reached: FoundJob) -> str:
 
 def events(options: argparse.Namespace) -> int:
     """Prints what happened to a job."""
-    kept = _finished(options)
+    kept = _find_kept_here(options)
     if kept is not None:
         for event in kept.events:
             print_event(event, as_json=options.json)
@@ -258,7 +263,7 @@ async def _events(options: argparse.Namespace) -> int:
             return 0
         printed: deque[Event] = deque(maxlen=_PRINTED * reached.spec.setting("events_kept"))
         following = _follow(reached, printed, as_json=options.json)
-        async with alongside(following, launcher_gone(reached.entry), _ended(reached)) as waits:
+        async with alongside(following, wait_until_launcher_gone(reached.entry), _wait_until_ended(reached)) as waits:
             await any_done(*waits)
             if waits[0].done():
                 await waits[0]
@@ -272,8 +277,8 @@ async def _events(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _ended(reached: FoundJob) -> None:
-    """Returns when the job has ended, and its last event had time to reach etcd."""
+async def _wait_until_ended(reached: FoundJob) -> None:
+    """Waits until the job has ended, and a moment more, in which its last event reaches etcd."""
     keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
     await keeper.load_persistently()
     async with alongside(keeper.run()):
@@ -301,7 +306,7 @@ def print_event(event: Event, *, as_json: bool) -> None:
 
 def result(options: argparse.Namespace) -> int:
     """Prints the result of an ended job."""
-    if (kept := _finished(options)) is not None:
+    if (kept := _find_kept_here(options)) is not None:
         print_values(kept.result_of(options.job), as_json=options.json)
         return 0
     return uvloop.run(_result(options))
@@ -339,7 +344,7 @@ async def _result(options: argparse.Namespace) -> int:
 
 
 async def _collect_and_print(reached: FoundJob, *, as_json: bool) -> None:
-    """Collects the result of a submitted job from its nodes, unless a `run` follows the job and does that."""
+    """Collects the result of a submitted job from its nodes, and prints it. Raises JobError if they have none yet."""
     from taskgraph.launch.collector import Collector  # loads numpy, with the values of a job
 
     follower = Collector(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)

@@ -24,7 +24,7 @@ __all__ = ["map_command"]
 
 def map_command(options: argparse.Namespace) -> int:
     """Prints the results as lines of JSON, in the order of the pieces."""
-    function, pieces = _function(options.function), _pieces(options)
+    function, pieces = _import_function(options.function), _read_pieces(options)
     results = imap(
         function,
         pieces,
@@ -36,8 +36,8 @@ def map_command(options: argparse.Namespace) -> int:
         progress=takes_codes(sys.stderr),
     )
     try:
-        with _output(options.output) as out:
-            failed = _print(_in_order(results), pieces, out)
+        with _open_output(options.output) as out:
+            failed = _print_results(_in_order(results), pieces, out)
     except KeyboardInterrupt:
         say("interrupted; --resume computes the pieces that are missing", anew=True)
         return 130
@@ -46,8 +46,8 @@ def map_command(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _print(results: Iterator[tuple[int, Any]], pieces: Sequence[str], out: TextIO) -> int:
-    """Prints a line for each piece. Returns how many were set aside."""
+def _print_results(results: Iterator[tuple[int, Any]], pieces: Sequence[str], out: TextIO) -> int:
+    """Prints a line of JSON for each result. Returns how many pieces failed, and so were set aside."""
     failed = 0
     for number, result in results:
         line: dict[str, Any] = {"piece": pieces[number]}
@@ -61,8 +61,8 @@ def _print(results: Iterator[tuple[int, Any]], pieces: Sequence[str], out: TextI
 
 
 @contextlib.contextmanager
-def _output(path: str | None) -> Iterator[TextIO]:
-    """Opens the output: a file appears when it is whole."""
+def _open_output(path: str | None) -> Iterator[TextIO]:
+    """Opens the file at `path`, which appears when the block ends, or standard output if `path` is None."""
     if path is None:
         yield sys.stdout
         return
@@ -84,7 +84,7 @@ def _in_order(results: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
             due += 1
 
 
-def _function(text: str) -> Callable[[Any], Any]:
+def _import_function(text: str) -> Callable[[Any], Any]:
     """Imports the named function. Raises JobError if there is none."""
     location, colon, name = text.rpartition(":")
     if not colon or not all(part.isidentifier() for part in name.split(".")):
@@ -105,7 +105,7 @@ def _lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def _pieces(options: argparse.Namespace) -> list[str]:
+def _read_pieces(options: argparse.Namespace) -> list[str]:
     """Returns the pieces: the lines of a file, or the files that match. Raises JobError."""
     if options.files is not None:
         found = sorted({path for pattern in options.files for path in glob.glob(pattern, recursive=True)})

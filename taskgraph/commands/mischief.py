@@ -40,7 +40,8 @@ def pause_s(rng: random.Random, mtbf_s: float) -> float:
 
 
 def survivable(view: JobView, node: str, unwell: Collection[str]) -> bool:
-    """Returns True if every task has a replica in sync on another healthy node, or another worker is healthy.
+    """Returns True if the job survives the death of `node`: each task is in sync on another healthy node, or another
+    worker is healthy.
 
     Evicted members do not count, although they have the committed boundary for a moment longer.
     """

@@ -41,7 +41,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
                 f"--{name} goes without --on: `taskgraph result {job.name}` has the values once it has ended"
             )
     launcher = find_launcher(options.on)
-    request = _request(options, job, token="")
+    request = _make_request(options, job, token="")
     if options.dry_run:
         print(launcher.text(request), end="")
         return 0
@@ -65,7 +65,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
     return 0
 
 
-def _request(options: argparse.Namespace, job: Job, token: str) -> Request:
+def _make_request(options: argparse.Namespace, job: Job, token: str) -> Request:
     """Returns what the launcher is asked for. Raises JobError if the options do not fit."""
     if options.nodes is not None and options.nodes < 1:
         raise JobError(f"--nodes {options.nodes}: at least 1")
@@ -156,13 +156,13 @@ def is_placed(options: argparse.Namespace) -> bool:
 
 
 async def remove(options: argparse.Namespace) -> None:
-    """Removes what the job's launcher made, before the job was submitted."""
+    """Removes what the launcher made for a job that is not submitted yet."""
     place = place_of(options)
     await place.launcher.stop(place.job, place.where)
 
 
 async def stop(options: argparse.Namespace) -> str:
-    """Removes what the job's launcher made, after the job was ended; returns a sentence."""
+    """Removes what the launcher made for a job that has ended; returns a sentence that says so."""
     place = place_of(options)
     await place.launcher.stop(place.job, place.where)
     placed = find_placed(place.job)
@@ -172,13 +172,13 @@ async def stop(options: argparse.Namespace) -> str:
 
 
 async def may_remove(options: argparse.Namespace) -> bool:
-    """Returns False if a job's etcd cannot be reached from here only, and the job goes on."""
+    """Returns False for a job that has not ended and whose etcd is reachable only within its cluster (`Enclosed`)."""
     place = place_of(options)
     return not isinstance(place.launcher, Enclosed) or await place.launcher.has_ended(place.job, place.where)
 
 
 async def waiting(job: str) -> list[str]:
-    """Returns what the scheduler says of the job's nodes that do not run yet, in lines for `status`.
+    """Returns lines for `status`: what the scheduler says of the job's nodes that do not run yet.
 
     Only of jobs that this host submitted. A scheduler that cannot be asked is one such line.
     """

@@ -79,7 +79,7 @@ class _Run:
         self._shown.event(event)
 
     def _on_start(self, follower: Collector, nodes: LocalNodes) -> None:
-        """Notes what follows the job, and its nodes, once these are started."""
+        """Called once the nodes are started: notes them and the job's follower, and shows their output if asked to."""
         self._shown.follow(follower.view)
         self._follower, self._nodes = follower, nodes
         self._logs = Runtime().kept_logs(self._job.name)
@@ -166,7 +166,7 @@ class _Run:
         return left + resume_hint + "".join(f"; {note}" for note in notes)
 
     def _new_line(self) -> None:
-        """Ends a line that tasks may have printed in this process, so that the JSON has a line of its own."""
+        """Prints a line end before JSON if tasks ran in this process: they may have left a line unfinished."""
         if self._options.json and self._options.nodes == 0:
             print()  # tasks may have printed an unfinished line
 

@@ -11,7 +11,7 @@ import uvloop
 from taskgraph.commands.common import reach
 from taskgraph.commands.looking import show_again, statuses_of
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.observe.queues_text import merged, shards_json, shards_text
+from taskgraph.observe.queues_text import merge_queues, shards_json, shards_text
 from taskgraph.observe.status import NodeStatus
 
 __all__ = ["shards"]
@@ -31,7 +31,7 @@ async def _shards(options: argparse.Namespace) -> int:
         while True:
             await keeper.load()
             found = (await statuses_of(reached, keeper.view)).values()
-            queues = merged(queue for said in found if isinstance(said, NodeStatus) for queue in said.queues)
+            queues = merge_queues(queue for said in found if isinstance(said, NodeStatus) for queue in said.queues)
             if options.json:
                 print(json.dumps({"job": reached.name, "queues": shards_json(queues)}), flush=True)
             else:

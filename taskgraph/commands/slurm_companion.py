@@ -148,7 +148,7 @@ class _Companion:
             try:
                 code = await process.wait()
             except asyncio.CancelledError:
-                await _ended(process)
+                await _end_submit(process)
                 raise
             if code >= 0 and (code != _UNREACHABLE or tries == _TRIES - 1):
                 return code
@@ -215,11 +215,11 @@ class _Companion:
         try:
             for array in arrays:
                 await run_slurm("scancel", "--state=PENDING", str(array), no_job="")
-            if await self._are_gone(arrays, stopped):
+            if await self._wait_until_gone(arrays, stopped):
                 return
             for each in await queued_elements(arrays):
                 await run_slurm("scancel", "--signal=TERM", each.name, no_job="")
-            if await self._are_gone(arrays, stopped):
+            if await self._wait_until_gone(arrays, stopped):
                 return
             for each in await queued_elements(arrays):
                 if each.name != self._element:  # which ends with us
@@ -227,8 +227,8 @@ class _Companion:
         except (JobError, TransportError) as error:
             log.warning("elements of the array may be left: %s", error)
 
-    async def _are_gone(self, arrays: Sequence[int], stopped: asyncio.Event) -> bool:
-        """Waits for a while until no other element is left. True: none is, or this one is to stop."""
+    async def _wait_until_gone(self, arrays: Sequence[int], stopped: asyncio.Event) -> bool:
+        """Waits until no other element is left (True) or this one is to stop (True), at most `_LEAVE_S` (False)."""
         for _ in range(round(_LEAVE_S / _LOOK_S)):
             if stopped.is_set() or not [each for each in await queued_elements(arrays) if each.name != self._element]:
                 return True
@@ -246,8 +246,8 @@ def _take_notes(folder: Folder) -> list[tuple[int, str]]:
     return found
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Ends `submit`, which lets the job go on."""
+async def _end_submit(process: asyncio.subprocess.Process) -> None:
+    """Ends the process of `submit`, by SIGTERM, then by SIGKILL. The job goes on."""
     signal_child(process, signal.SIGTERM)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_SUBMIT_ENDS_S):

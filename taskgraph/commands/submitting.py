@@ -51,7 +51,7 @@ def submit(options: argparse.Namespace, function: JobFunction[...] | None = None
     assert token is not None
     spec = dataclasses.replace(spec, token_mark=token_mark(bytes.fromhex(token.token)))
     try:
-        new = uvloop.run(_put(options, etcd, spec))
+        new = uvloop.run(_submit(options, etcd, spec))
     except _NotSubmitted as error:
         token.discard()
         raise error.why from None
@@ -97,15 +97,19 @@ def _check_nodes(options: argparse.Namespace, job: Job) -> None:
 
 
 class _NotSubmitted(Exception):
-    """The job did not get into etcd."""
+    """The job certainly is not in etcd. `why` is the error that kept it out."""
 
     def __init__(self, why: BaseException) -> None:
         super().__init__(str(why))
         self.why = why
 
 
-async def _put(options: argparse.Namespace, etcd: str, spec: JobSpec) -> bool:
-    """Submits the job; returns False if that run was submitted before."""
+async def _submit(options: argparse.Namespace, etcd: str, spec: JobSpec) -> bool:
+    """Puts the job into etcd; returns False if that run was submitted before.
+
+    Raises:
+        _NotSubmitted: an error came before etcd could have the job.
+    """
     from taskgraph.launch.resuming import begin, plan  # loads numpy
 
     submitting = False

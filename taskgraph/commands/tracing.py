@@ -72,7 +72,7 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
         say(f"missing: {line}")
     if state is not None and state.state == State.FAILED:
         say(f"the job failed meanwhile: {state.reason}")
-    print(_summary(path, about), file=sys.stderr if _is_output(path) else sys.stdout)
+    print(_summary(path, about), file=sys.stderr if _is_stdout(path) else sys.stdout)
     return _INTERRUPTED if tracer.ended_early else 0
 
 
@@ -134,8 +134,8 @@ class _NothingTraced(JobError):
     """The trace has no whole epoch: no file is written."""
 
 
-def _is_output(path: Path) -> bool:
-    """Returns True if the trace went to standard output, as with `-o /dev/stdout | gzip`."""
+def _is_stdout(path: Path) -> bool:
+    """Returns True if the path is this process's standard output, as with `-o /dev/stdout | gzip`."""
     try:
         return os.path.samestat(path.stat(), os.fstat(1))
     except OSError:
@@ -143,7 +143,7 @@ def _is_output(path: Path) -> bool:
 
 
 def _about(part: NodeTrace) -> dict[str, Any] | None:
-    """Returns what the file says of a node; None: the node never answered, and is named as missing."""
+    """Returns the description of a node that ends up in the file; None: the node never answered."""
     if part.clock is None:
         return None
     return {

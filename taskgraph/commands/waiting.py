@@ -59,7 +59,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
     inside = inside_of(options.within) if options.within is not None else None
     path = Path(options.result) if options.result is not None else None
     try:
-        ends = _until_collected(follower, path)
+        ends = _wait_and_collect(follower, path)
         async with (
             shown,
             alongside(ends, follower.wait_until_broken()) as (ending, broken),
@@ -70,7 +70,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
                 await broken
             status, result = ending.result()
             if status.state != State.FINISHED:
-                await _until_it_is_said(follower, status)
+                await _wait_for_end_event(follower, status)
         await follower.keep_end(status)
     except asyncio.CancelledError:
         say(f"this command was ended; job {reached.name} goes on")
@@ -102,7 +102,7 @@ def inside_of(name: str) -> Inside:
 
 
 async def _report_nodes(inside: Inside | None, follower: Collector, job: str) -> None:
-    """Keeps as events what the cluster says of the job's nodes. The job needs none of it."""
+    """Writes into the job's events what the cluster says of its nodes. Does nothing if `inside` is None."""
 
     async def report(kind: str, node: str, text: str) -> None:
         await follower.keep_event(Event(time.time(), "launcher", kind, f"{node} {text}", fields={"node": node}))
@@ -117,7 +117,7 @@ async def _report_nodes(inside: Inside | None, follower: Collector, job: str) ->
 
 
 async def _say_without_nodes(follower: Collector, spec: JobSpec) -> None:
-    """Says that the job has no nodes, each time that none is there for a while."""
+    """Prints that the job has no nodes, each time that none has been there for `_NO_NODES_S`. Runs until cancelled."""
 
     def has_none(view: JobView) -> bool:
         return view.running and not view.live_nodes(spec.run)
@@ -140,15 +140,17 @@ async def _end_nodes(inside: Inside, job: str) -> None:
         say(f"the job's nodes are not ended: {error}")
 
 
-async def _until_it_is_said(follower: Collector, status: StatusRecord) -> None:
-    """Waits a moment for the event that says how a job ended without values: its node writes it after the status."""
+async def _wait_for_end_event(follower: Collector, status: StatusRecord) -> None:
+    """Waits a moment for the event of a job's failure or cancellation, which a node writes after the status."""
     async with if_etcd_answers(_LAST_EVENT_S):
         while not any(event.kind == status.state for event in await follower.events_of_run()):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
 
-async def _until_collected(follower: Collector, path: Path | None) -> tuple[StatusRecord, JobResult | None]:
-    """Waits for the job's end, and for its values. A finished job may run again if it lost its results.
+async def _wait_and_collect(follower: Collector, path: Path | None) -> tuple[StatusRecord, JobResult | None]:
+    """Waits for the job's end, collects its values, and returns both; None: there are no values to collect.
+
+    A finished job may run again if it lost its results; then this waits for its next end.
 
     Args:
         path: the file for the values. They are written before the nodes leave, so that they are not lost in between.

@@ -57,7 +57,7 @@ def unfit_for_grpc(ca: bytes, cert: bytes) -> str:
         ca: the PEM file of authorities.
         cert: the PEM file of our certificate and its intermediates.
     """
-    ours, authorities = _read(ca, cert)
+    ours, authorities = _read_chain(ca, cert)
     for kind in [each.kind for each in ours[:1] if each.kind not in _NODE_KINDS]:
         return f"its key is {kind}, and gRPC takes {', '.join(_NODE_KINDS)} only: make one with such a key"
     for kind in [each.kind for each in (*ours[1:], *authorities) if each.kind not in _AUTHORITY_KINDS]:
@@ -70,7 +70,7 @@ def validities(ca: bytes, cert: bytes) -> tuple[Validity | None, Validity | None
     """Returns the validities of our authority, and of the certificate of our chain that ends first; None for what
     cannot be read.
     """
-    ours, authorities = _read(ca, cert)
+    ours, authorities = _read_chain(ca, cert)
     return (
         # A renewed authority is there twice by the same name: the one that ends later counts.
         max((each.validity for each in authorities), key=lambda found: found.ends, default=None),
@@ -78,8 +78,8 @@ def validities(ca: bytes, cert: bytes) -> tuple[Validity | None, Validity | None
     )
 
 
-def _read(ca: bytes, cert: bytes) -> tuple[list[_Certificate], list[_Certificate]]:
-    """Returns our chain, and the authorities in `ca` that it depends on."""
+def _read_chain(ca: bytes, cert: bytes) -> tuple[list[_Certificate], list[_Certificate]]:
+    """Parses our chain, and the authorities in `ca` that it depends on; both empty if one cannot be parsed."""
     try:
         ours = list(_certificates(cert))
         issuers = {each.issuer for each in ours}

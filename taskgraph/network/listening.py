@@ -46,13 +46,13 @@ class Listening:
             if value and not self.host:
                 raise JobError(f"{option} {value} is about where other hosts reach a node: give --listen HOST, too")
         if self.ports:
-            self._range()
+            self._port_range()
         if not _is_plain(self.host):
             raise JobError(f"--listen {self.host}: must be a name or an address of this host, no port, and no brackets")
         if self.advertise in _WILDCARDS or not _is_plain(self.advertise):
             raise JobError(f"--advertise {self.advertise}: must be a name or an address that others can dial, no port")
 
-    def _range(self) -> range:
+    def _port_range(self) -> range:
         """Returns the range of ports. Raises JobError if `ports` is none, or too small for a node."""
         first, dash, last = (part.strip() for part in self.ports.partition("-"))
         if not (dash and _is_number(first) and _is_number(last) and 1 <= int(first) <= int(last) <= _LAST_PORT):
@@ -70,7 +70,7 @@ class Listening:
     def check(self, nodes: int) -> None:
         """Raises JobError if the range has too few ports for this many nodes of one host."""
         if self.ports:
-            self._check_enough(self._range(), nodes)
+            self._check_enough(self._port_range(), nodes)
 
     def ports_to_try(self) -> Sequence[int]:
         """Returns the ports in the order to try them, from a random one on.
@@ -80,7 +80,7 @@ class Listening:
         """
         if not self.ports:
             return ANY_PORT
-        found = self._range()
+        found = self._port_range()
         first = secrets.randbelow(len(found))
         return (*found[first:], *found[:first])
 

@@ -97,8 +97,8 @@ def forget_frames(error: BaseException, before: BaseException | None) -> None:
             left += [each.__cause__, each.__context__]
 
 
-def _now_open() -> list[object]:
-    """Returns the open channels; tries again if another thread changes them meanwhile."""
+def _list_open() -> list[object]:
+    """Copies the set of open channels; tries again if another thread changes it meanwhile."""
     while True:
         try:
             return list(_open)
@@ -127,8 +127,8 @@ async def await_answer(call: Awaitable[T], timeout_s: float) -> T:
 
 
 async def wait_within(work: asyncio.Future[Any], timeout_s: float | None) -> bool:
-    """Waits until the work is done, or the time is over; returns whether it is done. Time in which the event loop stood
-    still does not count.
+    """Waits until the work is done or the time is over; returns whether it is done. Adds `_MORE_S` to the time, since
+    the event loop may have stood still until it was over.
     """
     if not work.done():
         await _wait_for(work, timeout_s)
@@ -165,7 +165,7 @@ def _before_fork() -> None:
     _fork.held = []
     if not _some:
         return
-    held = _now_open()
+    held = _list_open()
     if not held and living_channels():
         gc.collect()
         held = living_channels()

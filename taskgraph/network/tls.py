@@ -78,7 +78,7 @@ class Tls:
         if stamp != self._stamp or time.monotonic() >= self._again_at:
             self._again_at = math.inf
             try:
-                contexts = {side: self._make(server=side) for side in (False, True)}
+                contexts = {side: self._make_context(server=side) for side in (False, True)}
                 self._read = (read_pem(self.ca), read_pem(self.cert), read_pem(self.key))
                 self._contexts = contexts
             except TransportError as error:
@@ -104,7 +104,7 @@ class Tls:
                 found.append((status.st_ctime_ns, status.st_ino, status.st_size))
         return tuple(found)
 
-    def _make(self, *, server: bool) -> ssl.SSLContext:
+    def _make_context(self, *, server: bool) -> ssl.SSLContext:
         """Makes a context of one side from the files. Raises TransportError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -121,7 +121,7 @@ class Tls:
         return context
 
     def check(self, host: str) -> None:
-        """Shakes hands with itself, to check that others can reach us as `host`.
+        """Makes a TLS handshake with itself in memory, to check that peers will accept our certificate for `host`.
 
         So a node with a wrong certificate says so when it starts, not each node that dials it. A fixed `name` counts in
         place of the host.
@@ -130,11 +130,11 @@ class Tls:
             TransportError: the certificate was not signed by our authority, is expired, is not for servers or not for
                 clients, has a key that gRPC does not take, or does not have the name.
         """
-        client_context = self._make(server=False)
+        client_context = self._make_context(server=False)
         client_context.check_hostname = True
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = client_context.wrap_bio(to_client, to_server, server_hostname=self.name or host)
-        server = self._make(server=True).wrap_bio(to_server, to_client, server_side=True)
+        server = self._make_context(server=True).wrap_bio(to_server, to_client, server_side=True)
         try:
             for side in (client, server, client, server):
                 try:
@@ -142,7 +142,7 @@ class Tls:
                 except ssl.SSLWantReadError:  # the other side's turn
                     continue
         except ssl.SSLError as error:
-            raise _unusable(self._refused_file(error), _why(error) + self._name_advice(error, host)) from error
+            raise _unusable(self._refused_file(error), _reason_text(error) + self._name_advice(error, host)) from error
 
     def _name_advice(self, error: ssl.SSLError, host: str) -> str:
         """Returns what to do about a certificate for another name; "" for other errors."""
@@ -153,7 +153,7 @@ class Tls:
         return f"; --tls-name {self.name} requires it: `taskgraph certs DIR --host {self.name}` makes such certificates"
 
     def _refused_file(self, error: ssl.SSLError) -> Path:
-        """Names the file of the refused certificate: OpenSSL has one error for an expired authority and for ours."""
+        """Finds which file was refused, `ca` or `cert`: OpenSSL has one error for both if one of them has expired."""
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OF_ANOTHER_TIME:
             authority, _ = validities(read_pem(self.ca), read_pem(self.cert))
             if authority is not None and not authority.begins <= time.time() < authority.ends:
@@ -216,7 +216,7 @@ def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key:
         if ca is not None:
             context.load_verify_locations(cafile=ca)
     except (OSError, ssl.SSLError) as error:
-        raise _unusable(ca, _why(error)) from error
+        raise _unusable(ca, _reason_text(error)) from error
     if cert is None:
         return
     try:
@@ -234,7 +234,7 @@ def read_pem(path: Path) -> bytes:
     try:
         return path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
-        raise _unusable(path, _why(error)) from error
+        raise _unusable(path, _reason_text(error)) from error
 
 
 def _unusable_pair(cert: Path, key: Path, error: OSError) -> TransportError:
@@ -245,7 +245,7 @@ def _unusable_pair(cert: Path, key: Path, error: OSError) -> TransportError:
             return _unusable(path, f"there is no {what.lower()} in it, as PEM")
     if b"ENCRYPTED" in found:
         return _unusable(key, f"it is encrypted; `openssl pkey -in {key} -out FILE` writes it without a password")
-    return _unusable(f"{cert} and {key}", _why(error))
+    return _unusable(f"{cert} and {key}", _reason_text(error))
 
 
 def _unusable(what: object, why: str) -> TransportError:
@@ -265,7 +265,7 @@ def advice(error: Exception) -> str:
     return ""
 
 
-def _why(error: OSError) -> str:
+def _reason_text(error: OSError) -> str:
     """Returns the reason in an error of OpenSSL or of the system, as text."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message

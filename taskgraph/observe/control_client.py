@@ -64,7 +64,7 @@ _LAST_ERROR = re.compile(r"^failed to connect to all addresses; last error: (\w+
 
 
 def credential(token: bytes) -> str:
-    """Returns what a call sends in place of the job's token, so that no eavesdropper can join as a node."""
+    """Returns a hash of the job's token, which calls send in its place: no eavesdropper can join as a node."""
     return hashlib.sha256(b"taskgraph control\0" + token).hexdigest()
 
 
@@ -146,7 +146,7 @@ class ControlClient:
     """
 
     def __init__(self, address: str, token: bytes, tls: Tls | None = None) -> None:
-        options: list[tuple[str, int | str]] = [*_options(address)]
+        options: list[tuple[str, int | str]] = [*_channel_options(address)]
         self._encrypted = tls is not None and not address.startswith("unix:")
         credentials = None
         if tls is not None and self._encrypted:
@@ -225,7 +225,12 @@ class ControlClient:
             await self._call("Kill", pb.KillRequest(signal=number), pb.KillReply, timeout_s)
 
     async def _kill_and_check(self, timeout_s: float) -> None:
-        """Sends SIGKILL until the node is known dead: a broken connection may also mean that the order was lost."""
+        """Sends SIGKILL until the node accepts it, or refuses connections: a broken connection may mean either.
+
+        Raises:
+            PeerGone: the node had died before.
+            PeerLost: whether it died is not known.
+        """
         await self.clock(timeout_s)  # a node that cannot be reached has not died
         lives, lost = True, None
         for _ in range(_KILL_TRIES):
@@ -325,7 +330,7 @@ class ControlClient:
                 await call.write(pb.TraceRequest(every=every))
             yield TraceCall(call, partial(self._require_message, "Trace"))
         except grpc.aio.AioRpcError as error:
-            raise self._error("Trace", error) from error
+            raise self._to_error("Trace", error) from error
         finally:
             call.cancel()
 
@@ -341,7 +346,7 @@ class ControlClient:
             self._answered = True
             return self._require_message(method, found)
         except grpc.aio.AioRpcError as error:
-            raise self._error(method, error, timeout_s) from error
+            raise self._to_error(method, error, timeout_s) from error
 
     async def _stream(
         self, method: str, request: Any, read: Callable[[bytes], Any], silent_s: float | None
@@ -361,7 +366,7 @@ class ControlClient:
                 self._answered = True
                 yield self._require_message(method, message)
         except grpc.aio.AioRpcError as error:
-            raise self._error(method, error) from error
+            raise self._to_error(method, error) from error
         except TimeoutError:
             await self.clock(_BUSY_S)  # raises if it does not answer
             raise StillComputing(f"the node at {self._address} sent nothing of {method} for {silent_s:g} s") from None
@@ -374,8 +379,8 @@ class ControlClient:
             raise PeerLost(f"the node at {self._address} sent an answer to {method} that cannot be read")
         return reply
 
-    def _error(self, method: str, error: grpc.aio.AioRpcError, within_s: float | None = None) -> TaskGraphError:
-        """Returns our error for one of gRPC's, with advice."""
+    def _to_error(self, method: str, error: grpc.aio.AioRpcError, within_s: float | None = None) -> TaskGraphError:
+        """Turns an error of gRPC into one of taskgraph, with advice."""
         code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.DEADLINE_EXCEEDED and within_s is not None:
             return NoAnswer(f"the node at {self._address} did not answer {method} within {within_s:g} s", within_s)
@@ -426,7 +431,7 @@ def _is_unsent(error: PeerLost) -> bool:
     )
 
 
-def _options(address: str) -> list[tuple[str, int]]:
+def _channel_options(address: str) -> list[tuple[str, int]]:
     """Returns gRPC's options for a channel to an address."""
     options = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),

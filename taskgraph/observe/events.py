@@ -253,7 +253,7 @@ class EventLog:
 
 
 def put_events(keys: Keys, spec_revision: int, events: Iterable[tuple[str, Event]]) -> Txn:
-    """Returns the transaction that puts events by their keys, if the spec of their run is still in etcd.
+    """Makes, but does not run, the transaction that writes events if the spec of their run is still in etcd.
 
     Another run may have the job's name by now; or etcd lost the job, and nothing would ever delete its events.
     """
@@ -279,7 +279,7 @@ class _EventWriter:
         self._all_written.set()
 
     def queue(self, event: Event) -> None:
-        """Queues an event for etcd, unless it is transient. If etcd is away for long, the oldest are left out."""
+        """Queues a durable event for etcd; ignores a transient one. If the queue is full, drops the oldest event."""
         if not event.transient:
             if len(self.waiting) >= _RING:
                 self.waiting.popleft()
@@ -331,7 +331,7 @@ class _EventWriter:
         return len(batch) if result.succeeded else 0
 
     def on_burst_written(self) -> None:
-        """Ends the waits in `wait_until_written`, unless more events were queued meanwhile."""
+        """Called when all due events are written: ends the waits in `wait_until_written`, unless more are queued."""
         if self.waiting:
             return
         self._has_events.clear()

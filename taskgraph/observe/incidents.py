@@ -169,7 +169,10 @@ class Incidents:
         return found
 
     def _is_recovered(self, incident: _Incident, view: JobView) -> bool:
-        """True if no task's primary is the failed node, and every task has as many replicas as possible."""
+        """True if the failed node is no primary, and every task has as many replicas as the nodes left allow.
+
+        Of an elastic job: the failed node is no worker of the view.
+        """
         if view.workers is not None:
             return all(worker != incident.node for worker, _ in view.workers.record.workers)
         if any(primary.record.node == incident.node for primary in view.primaries.values()):
@@ -223,7 +226,7 @@ class Incidents:
         return Event(began, "launcher", FAILOVER, "; ".join([what, *parts]), fields=fields)
 
     def _unbacked(self, view: JobView) -> list[int]:
-        """Returns the tasks that have no backup; none if the job asks for none."""
+        """Returns the tasks that have no backup; [] if the job asks for none, or does not run."""
         if not self._backups or not view.running:
             return []
         return [task for task in range(self._tasks) if len(holders(view, task)) < 2]

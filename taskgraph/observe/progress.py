@@ -108,12 +108,12 @@ class Progress:
             self._closed = True
 
     def follow(self, view: JobView) -> None:
-        """Uses this view for the nodes, replicas and first epoch that are shown."""
+        """Sets the view from which the shown nodes, replicas and first epoch are taken."""
         self._view = view
         self._first = view.epoch.record.base if view.epoch is not None else 0
 
     def event(self, event: Event) -> None:
-        """Shows an event, or keeps it to be shown with others."""
+        """Takes an event of the job, and by its kind prints it, hides it, or keeps it to be merged with others."""
         if event.kind == "commit":
             self._on_commit(event)
             return
@@ -212,7 +212,7 @@ class Progress:
             self._write(f"{text}\n")
 
     def _on_commit(self, event: Event) -> None:
-        """Shows a commit: in the live line, as a line, or later."""
+        """Shows a commit in the live line or as a line, or keeps it for `_flush_delayed`; ignores a repeated one."""
         epoch = event.epoch or 0
         if epoch < self._epoch or (epoch == self._epoch and not event.fields.keys() > self._numbers.keys()):
             return  # a new leader repeats the last commit; a step may report several times
@@ -242,7 +242,7 @@ class Progress:
             self._delayed = None
 
     def tick(self) -> None:
-        """Refreshes the live line; prints events that waited to be merged."""
+        """Called periodically: prints events that waited to be merged, warns of few nodes, refreshes the live line."""
         self._flush_merged()
         self._warn_of_few_nodes()
         if self._clock() - self._ending_since >= _ENDING_S:

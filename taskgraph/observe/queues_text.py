@@ -10,7 +10,7 @@ from taskgraph.observe.format import counted, table
 from taskgraph.observe.queues import QueueStatus
 from taskgraph.protocol.dealing import PassCounts
 
-__all__ = ["merged", "set_aside_text", "shards_json", "shards_text"]
+__all__ = ["merge_queues", "set_aside_text", "shards_json", "shards_text"]
 
 _NAMED: Final = 10
 """Pieces set aside that a line names, at most."""
@@ -48,8 +48,8 @@ def shards_json(queues: Sequence[QueueStatus]) -> list[dict[str, Any]]:
     ]
 
 
-def merged(found: Iterable[QueueStatus]) -> list[QueueStatus]:
-    """Returns each queue once, as the node knows it that is furthest: others may not have heard the last news."""
+def merge_queues(found: Iterable[QueueStatus]) -> list[QueueStatus]:
+    """Returns each queue once, by kind and name, with the status that is furthest: several nodes may report it."""
     furthest: dict[tuple[str, str], QueueStatus] = {}
     for queue in found:
         known = furthest.get((queue.kind, queue.name))

@@ -81,8 +81,8 @@ class StatusData:
     now: float = field(default_factory=time.time)
 
     @property
-    def replicas(self) -> list[tuple[str, ReplicaStatus]]:
-        """The status of each primary, with its node's name."""
+    def primary_statuses(self) -> list[tuple[str, ReplicaStatus]]:
+        """(name of the node, status) of each primary, as the nodes reported them."""
         said = [s for s in self.statuses.values() if isinstance(s, NodeStatus)]
         return [(s.name, r) for s in said for r in s.replicas if r.role == "primary"]
 
@@ -307,10 +307,10 @@ def _waiting(picture: StatusData) -> list[str]:
     """Says what the job waits for: the leader's findings if an epoch is slow, else the task at work longest."""
     found = [w for said in picture.statuses.values() if isinstance(said, NodeStatus) for w in said.waits]
     working = sorted(
-        ((node, replica) for node, replica in picture.replicas if replica.processor),
+        ((node, replica) for node, replica in picture.primary_statuses if replica.processor),
         key=lambda each: -each[1].running_s,
     )
-    waiting = [(node, replica) for node, replica in picture.replicas if replica.waits and not replica.processor]
+    waiting = [(node, replica) for node, replica in picture.primary_statuses if replica.waits and not replica.processor]
     lines = []
     if found:
         lines += cut_lines([f"waits for  {one_line(found[0])}"], _COLUMNS)

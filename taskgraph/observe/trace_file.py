@@ -79,15 +79,15 @@ class TraceFile:
         """Writes the spans of one node, whose clock is `ahead_ns` ahead of ours; returns how many it wrote."""
         self._nodes += 1
         pid, tracks, written = self._nodes, _Tracks(), 0
-        self._meta(pid, 0, "process_name", name=name)
-        self._meta(pid, 0, "process_labels", labels=labels)
-        self._meta(pid, 0, "process_sort_index", sort_index=pid)
+        self._put_meta(pid, 0, "process_name", name=name)
+        self._put_meta(pid, 0, "process_labels", labels=labels)
+        self._put_meta(pid, 0, "process_sort_index", sort_index=pid)
         for span, tid in tracks.place(s for s in spans if s[6] < 0 or self._first <= s[6] < self._until):
-            self._span(pid, tid, span, self._zero_ns + ahead_ns)
+            self._put_span(pid, tid, span, self._zero_ns + ahead_ns)
             written += 1
         for tid, track in tracks.names():
-            self._meta(pid, tid, "thread_name", name=track)
-            self._meta(pid, tid, "thread_sort_index", sort_index=tid)
+            self._put_meta(pid, tid, "thread_name", name=track)
+            self._put_meta(pid, tid, "thread_sort_index", sort_index=tid)
         return written
 
     def close(self, about: Mapping[str, Any]) -> None:
@@ -99,11 +99,11 @@ class TraceFile:
         self._file.write(self._between + json.dumps(event, separators=(",", ":")).encode())
         self._between = b",\n"
 
-    def _meta(self, pid: int, tid: int, what: str, **args: Any) -> None:
-        """Writes a property of a process or of a row."""
+    def _put_meta(self, pid: int, tid: int, what: str, **args: Any) -> None:
+        """Writes a property of a node (its process in the file) or of a row, such as its name."""
         self._put({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args})
 
-    def _span(self, pid: int, tid: int, span: Span, zero_ns: int) -> None:
+    def _put_span(self, pid: int, tid: int, span: Span, zero_ns: int) -> None:
         """Writes a span, and the end of an arrow if it has one."""
         kind, name, peer, begin, end, task, epoch, *_ = span
         begin, end = begin - zero_ns, end - zero_ns
@@ -117,10 +117,10 @@ class TraceFile:
             self.last = max(self.last, epoch)
         arrow = event | {"name": "item", "cat": "item"}
         if kind == "put":
-            self._put(arrow | {"ph": "s", "id": _item(span, task, peer)})
+            self._put(arrow | {"ph": "s", "id": _item_id(span, task, peer)})
         elif kind == "pull":  # ends one nanosecond early: viewers bind an arrow to a span that still goes on
             at = max(begin, end - 1) / 1000
-            self._put(arrow | {"ph": "f", "bp": "e", "id": _item(span, peer, task), "ts": at})
+            self._put(arrow | {"ph": "f", "bp": "e", "id": _item_id(span, peer, task), "ts": at})
 
 
 class _Tracks:
@@ -144,17 +144,17 @@ class _Tracks:
             kind, (task, epoch, attempt) = span[0], span[5:8]
             track = _track(kind, task)
             if track[0] != "task" or track[2] or epoch < 0 or (attempt, epoch) <= self._last_ended.get(task, (-1, -1)):
-                yield span, self._row(track, 0, span)
+                yield span, self._take_row(track, 0, span)
             elif kind != "epoch":
                 self._waiting.setdefault((task, attempt, epoch), []).append(span)
             else:
-                slot = self._slot(task, span)
+                slot = self._take_slot(task, span)
                 self._last_ended[task] = (attempt, epoch)
                 for each in (*self._waiting.pop((task, attempt, epoch), ()), span):
-                    yield each, self._row(track, slot, each)
+                    yield each, self._take_row(track, slot, each)
         for left in self._waiting.values():
             for each in left:
-                yield each, self._row(("task", each[5], ""), 0, each)
+                yield each, self._take_row(("task", each[5], ""), 0, each)
 
     def names(self) -> Iterator[tuple[int, str]]:
         """Yields (number, name) of every row."""
@@ -163,28 +163,28 @@ class _Tracks:
             for row in rows:
                 yield row.tid, name if row.part == 0 else f"{name} ({row.part + 1})"
 
-    def _slot(self, task: int, span: Span) -> int:
-        """Returns the first slot of a task that was free when this span of an epoch began."""
+    def _take_slot(self, task: int, span: Span) -> int:
+        """Occupies the first slot of a task that was free when this span of an epoch began; returns its number."""
         begin, end = span[3:5]
         ends = self._slots.setdefault(task, [])
         slot = next((number for number, last in enumerate(ends) if last <= begin), len(ends))
         ends[slot : slot + 1] = [end]
         return slot
 
-    def _row(self, track: Track, slot: int, span: Span) -> int:
-        """Returns the number of the first row of a track and slot that a span fits; adds one if there is none."""
+    def _take_row(self, track: Track, slot: int, span: Span) -> int:
+        """Puts a span into the first row of a track and slot that has room, or into a new row; returns its number."""
         begin, end = span[3:5]
         flat = track[0] in ("leader", "messages") or track[2] != ""
         rows = self._rows.setdefault((track, slot), [])
         for row in rows:
             if row.take_if_fits(begin, end, flat=flat):
                 return row.tid
-        rows.append(row := _Row(*self._number(track)))
+        rows.append(row := _Row(*self._new_row_number(track)))
         row.take_if_fits(begin, end, flat=flat)
         return row.tid
 
-    def _number(self, track: Track) -> tuple[int, int]:
-        """Returns (tid, part) of a new row. Viewers sort rows by tid: events, the leader, then task by task."""
+    def _new_row_number(self, track: Track) -> tuple[int, int]:
+        """Numbers a new row of a track: returns (its tid, how many rows the track had). Viewers sort rows by tid."""
         what, task, which = track
         part = self._count[track] = self._count.get(track, -1) + 1
         if part >= _ROWS:
@@ -273,7 +273,7 @@ def _arguments(category: str, span: Span) -> dict[str, Any]:
     return args
 
 
-def _item(span: Span, producer: int | str, consumer: int | str) -> str:
+def _item_id(span: Span, producer: int | str, consumer: int | str) -> str:
     """Returns the id of an item, which its put and its pull share."""
     epoch, attempt, term = span[6:9]
     return xxhash.xxh3_64_hexdigest(f"{epoch}/{attempt}/{term}/{producer}/{consumer}/{span[1]}".encode())

@@ -40,7 +40,9 @@ _NOT_IN_ADDRESS = frozenset("#?%,|")
 
 
 def may_hold_sockets(folder: Path, most_bytes: int) -> bool:
-    """Says whether sockets in a folder can be addressed: its path is short, UTF-8, and has no characters of a URI."""
+    """True if sockets in a folder can be addressed: its path is UTF-8, of at most `most_bytes`, and has no characters
+    that are special in a URI.
+    """
     path = os.fsencode(folder)
     if str(folder).encode(errors="replace") != path:
         return False

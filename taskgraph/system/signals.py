@@ -21,7 +21,7 @@ class Orders:
         self._first_at: float | None = None
 
     def is_new(self, number: int) -> bool:
-        """Says whether signal `number`, which just came, is a new order."""
+        """Notes signal `number`, which just came. True: it is an order of its own; False: it repeats the first one."""
         now = time.monotonic()
         if self._first_at is None:
             self._first_at = now

@@ -34,9 +34,9 @@ def prepare_streams() -> None:
         out.reconfigure(errors="backslashreplace")
         if isinstance(out.buffer, io.FileIO):
             # With PYTHONUNBUFFERED Python does not write the rest of what a pipe took in part: a long `--json` was cut.
-            sys.stdout = _text(out, io.FileIO(out.fileno(), "w", closefd=False))
+            sys.stdout = _text_stream(out, io.FileIO(out.fileno(), "w", closefd=False))
     if isinstance(err := sys.stderr, io.TextIOWrapper) and err is sys.__stderr__:
-        sys.stderr = _text(err, _DroppingFile(err.fileno()))
+        sys.stderr = _text_stream(err, _DroppingFile(err.fileno()))
 
 
 def never_wait() -> None:
@@ -51,7 +51,7 @@ def never_wait() -> None:
 
 
 def wait_until_written() -> None:
-    """Waits a moment until standard error has taken what was written to it."""
+    """Waits until standard error has taken what was written to it, but no longer than a moment."""
     raw = _raw_stderr()
     if raw is not None and raw.writer is not None:
         raw.writer.wait_until_written()
@@ -64,7 +64,7 @@ def _raw_stderr() -> _DroppingFile | None:
 
 
 def drop_unwritten() -> bool:
-    """Drops text that standard output does not take: Python would fail with it again at its exit.
+    """Flushes standard output; if it takes no text, drops that, since Python would fail with it again at its exit.
 
     Returns:
         True if something was dropped.
@@ -95,7 +95,7 @@ def open_missing() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
-def _text(like: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
+def _text_stream(like: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
     """Makes a text stream of a raw file, written line by line, with the encoding of another stream."""
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding=like.encoding, errors=like.errors, line_buffering=True)
 
@@ -144,10 +144,10 @@ class DroppingOutput:
             if isinstance(stream, io.TextIOWrapper):
                 with contextlib.suppress(OSError):
                     stream.flush()
-                setattr(sys, name, _text(stream, _DroppingFile(stream.fileno(), self._failed)))
+                setattr(sys, name, _text_stream(stream, _DroppingFile(stream.fileno(), self._failed)))
 
     def report_to(self, report: Callable[[str], object]) -> None:
-        """Calls a function with the first error, past or to come, in the thread in which it happens."""
+        """Calls `report` with the text of the first failed write: now if there was one, else in the writing thread."""
         self._report = report
         if self._text:
             report(self._text)
@@ -185,7 +185,7 @@ class _Writer:
         threading.Thread(target=self._write, name="stderr", daemon=True).start()
 
     def put(self, data: Any) -> int:
-        """Queues data; drops it if the queue is full and the reader takes nothing."""
+        """Queues data, after a wait for room of at most `_SLOW_S`; then drops it. Returns its size in any case."""
         with self._changed:
             if not self._stands:  # a reader that is only slow loses nothing
                 self._stands = not self._changed.wait_for(lambda: len(self._queue) < _QUEUE_BYTES, _SLOW_S)
@@ -195,7 +195,7 @@ class _Writer:
         return len(data)
 
     def wait_until_written(self) -> None:
-        """Waits a moment until the queue is written, unless the reader takes nothing."""
+        """Waits until the queue is written, at most `_SETTLE_S`; not if the reader takes nothing."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue or self._stands, _SETTLE_S)
 

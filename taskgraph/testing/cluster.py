@@ -190,7 +190,7 @@ def _can_be_killed(cluster: InProcessCluster, node_id: str) -> bool:
 
 
 async def _wait_until_killable(cluster: InProcessCluster, node_id: str) -> bool:
-    """Waits until the node can be killed without losing a task, or the job is over. Returns True if it can."""
+    """Waits until the node can be killed without losing a task (True), or the job is over (False if it cannot)."""
 
     def killable_or_over(view: object) -> bool:
         return _can_be_killed(cluster, node_id) or not _current_view(cluster).running
@@ -227,7 +227,10 @@ class _Run(LimitedRun):
         return result
 
     def _stage_hook(self, cluster: InProcessCluster, node_id: str) -> Point:
-        """Returns the function that a node calls at each stage of a task in an epoch; it kills the node if due."""
+        """Returns the function that a node calls at each stage of a task in an epoch.
+
+        It kills and replaces the node if a kill is due, fails an endless job, and may let the clock jump.
+        """
         loop, takes_time = asyncio.get_running_loop(), self._job.settings.strict and not self._kills
         assert isinstance(loop, FastForwardLoop)
 

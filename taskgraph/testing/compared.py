@@ -80,7 +80,7 @@ class Comparison:
 
     @property
     def _new_suspects(self) -> list[str]:
-        """The variables that differ from the record, without those that also differ on workers with equal states."""
+        """The variables that differ from the record, except those that also differ on workers with equal states."""
         return sorted(self._suspects - self._record.various)
 
     @property

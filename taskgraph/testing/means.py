@@ -60,7 +60,7 @@ class MeansCheck:
                 _check_sum(name, of_both, first["add"].get(name), second["add"].get(name), last[0].size, part.size)
 
     def total(self) -> None:
-        """Judges the losses of a round. Raises StepError for a sum where part.backward takes a mean, or the reverse."""
+        """Ends a round. Raises StepError if part.backward got summed losses where it takes means, or the reverse."""
         losses, self._losses, self._last = self._losses, [], None
         if not losses:
             return

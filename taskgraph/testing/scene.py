@@ -53,7 +53,7 @@ class Scene:
         self._cluster: InProcessCluster | None = None
 
     def attach(self, cluster: InProcessCluster) -> None:
-        """Sets the cluster, before it starts."""
+        """Sets the cluster whose workers the scene moves. To be called before the cluster starts."""
         self._cluster = cluster
 
     @property
@@ -62,7 +62,7 @@ class Scene:
         living = [] if self._cluster is None else self._cluster.living
         return [node for node in cast("list[ElasticNode]", living) if node.running]
 
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Called with each event of a node. Once the newcomer has joined, makes the oldest worker leave or die."""
         if event.kind == "joined" and event.node == self._newcomer:
             self._start_task(self._remove_oldest(event.node))
@@ -91,8 +91,10 @@ class Scene:
         await self.kill_if_due(worker, "begin", step)
 
     async def kill_if_due(self, worker: str, stage: str, step: int) -> None:
-        """Kills and replaces a worker if `kills` has this stage. Then it does not return, except at "sums": there the
-        worker dies a little later."""
+        """Kills and replaces a worker if one of `kills` is due at this stage and another worker could go on.
+
+        Then it does not return, except at "sums": there the worker dies a little later.
+        """
         node = self._node_named(worker)
         if node is None or not self._is_dispensable(node):
             return
@@ -138,7 +140,7 @@ class Scene:
         self._cluster.crash(node.id)
 
     def _newcomer_on_way(self) -> bool:
-        """True if a node that is not draining is in no view yet."""
+        """True if a node has started, does not drain, and is in no view yet."""
         assert self._cluster is not None
         living = cast("list[ElasticNode]", self._cluster.living)
         return any(not node.draining and self._place(node) < 0 for node in living)

@@ -33,7 +33,7 @@ def digests_of(variables: dict[str, Any]) -> dict[str, bytes]:
     found = {}
     for name, value in variables.items():
         digest = hashlib.blake2b(digest_size=16)
-        if _add(digest, _content(value), 0):
+        if _add_to_digest(digest, _content(value), 0):
             found[name] = digest.digest()
     return found
 
@@ -44,7 +44,7 @@ def _content(value: Any) -> Any:
     return value.state_dict() if has_dict else value
 
 
-def _add(digest: Any, value: Any, depth: int) -> bool:
+def _add_to_digest(digest: Any, value: Any, depth: int) -> bool:
     """Adds a value to a digest. Returns False if it is large, or of a kind that `digests_of` leaves out."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         digest.update(repr(value)[:_MOST_BYTES].encode())
@@ -54,5 +54,5 @@ def _add(digest: Any, value: Any, depth: int) -> bool:
         return True
     if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS and depth < 2:
         items = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(_add(digest, item, depth + 1) for item in items)
+        return all(_add_to_digest(digest, item, depth + 1) for item in items)
     return False

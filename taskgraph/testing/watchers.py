@@ -54,8 +54,8 @@ class Watcher:
         with progress.turn.passed():
             progress.node.wait_for(work)
 
-    def _reach(self, stage: str, step: int) -> None:
-        """Kills the worker if the test wants that at this stage of the step."""
+    def _kill_if_due(self, stage: str, step: int) -> None:
+        """Called at a stage of a step: kills the worker if a kill of the test is due (`Scene.kill_if_due`)."""
         if self._scene.kills:
             self._run_on_loop(lambda: self._scene.kill_if_due(self._run.worker, stage, step))
 
@@ -77,15 +77,15 @@ class Watcher:
 
     def part(self, place: Place, part: Part) -> None:
         self._had_part = True
-        self._reach("part", place.step)
+        self._kill_if_due("part", place.step)
 
     def computed(self, place: Place, part: Part, sums: Sums) -> None:
         if not self._run.progress.node.parts_left:
-            self._reach("sums", place.step)
+            self._kill_if_due("sums", place.step)
 
     def total(self, place: Place, parts: int) -> None:
         for stage in ("total",) if self._had_part else ("part", "sums", "total"):
-            self._reach(stage, place.step)
+            self._kill_if_due(stage, place.step)
         self._had_part = False
 
     def piece(self) -> None:
@@ -94,7 +94,7 @@ class Watcher:
     def shard(self, stage: str, done: int) -> None:
         if stage == "part":
             self._run_on_loop(lambda: self._scene.begin_step(self._run.worker, done, endless=False))
-        self._reach(stage, done)
+        self._kill_if_due(stage, done)
 
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         return found

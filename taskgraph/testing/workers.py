@@ -85,7 +85,7 @@ class WorkersRun(LimitedRun):
         threads = functools.partial(LockStepThreads, self.turn)
         job = dataclasses.replace(job, _elastic=watched(job.elastic, functools.partial(watch, scene)))
         self._scene = scene
-        self._cluster = cluster = InProcessCluster(job, rng=rng, threads=threads, on_event=scene.note)
+        self._cluster = cluster = InProcessCluster(job, rng=rng, threads=threads, on_event=scene.on_event)
         scene.attach(cluster)
         await cluster.start(nodes)
         try:

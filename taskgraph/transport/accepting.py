@@ -81,8 +81,8 @@ class TlsListener:
             self._begin_handshake(sock, str(address))
 
     def _begin_handshake(self, sock: socket.socket, where: str) -> None:
-        """Starts a handshake as an asyncio task; closes the socket if the handshake ends before the loop has taken it
-        over.
+        """Starts a handshake as an asyncio task; beyond the limit cancels the oldest one. Closes the socket if the task
+        ends before the event loop has taken the socket over.
         """
         unowned = [sock]  # until the event loop owns it
         task = self._tasks.spawn(self._handshake(unowned, where), name=f"TLS handshake with {where}")
@@ -100,7 +100,7 @@ class TlsListener:
             oldest.cancel()
 
     async def _handshake(self, unowned: list[socket.socket], where: str) -> None:
-        """Shakes hands on an accepted socket, which makes a session; a failure is refused."""
+        """Makes the TLS handshake on an accepted socket, then its session; passes a failure to `on_refused`."""
         try:
             context = self._tls.context(server=True)
             sock = unowned.pop()

@@ -60,7 +60,8 @@ class PendingReply:
         reply: the reply, or None.
         done: the reply was settled or cancelled.
         counter: counts this reply until it is done.
-        listener: called with (number, reply) by `settle`. May be set directly while there is no reply.
+        listener: called with (number, reply) by `settle`; `number` was given to `listen`. May be set directly while
+            there is no reply.
     """
 
     __slots__ = ("counter", "done", "listener", "number", "reply")
@@ -92,7 +93,12 @@ class PendingReply:
                 self.counter.count -= 1
 
     def listen(self, listener: Callable[[int, Reply], object], number: int = 0) -> None:
-        """Calls `listener(number, reply)` when the reply arrives, or now if it has. The listener must not raise."""
+        """Calls `listener(number, reply)` when the reply arrives, or now if it has; replaces an earlier listener.
+
+        Args:
+            listener: must not raise.
+            number: passed on to the listener, which may serve several replies.
+        """
         if self.reply is not None:
             listener(number, self.reply)
         else:

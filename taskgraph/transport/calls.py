@@ -122,7 +122,9 @@ async def answer_quietly(serve: Serve, caller: str, call: Call) -> Reply | None:
 
 
 async def answer_later(serve: Serve, caller: str, call: Call, now: Reply | PendingReply | None = None) -> Reply:
-    """Serves a call after `answer_now` returned `now`: returns the reply that this is, or waits for one."""
+    """Returns the reply to a call for which `answer_now` returned `now`: that reply, the reply that it is pending
+    for, or, if `now` is None, the reply of `serve`. An error becomes a refusal.
+    """
     if now is not None and not isinstance(now, PendingReply):
         return now
     try:
@@ -149,7 +151,7 @@ def _to_refusal(error: Exception, caller: str, call: Call) -> Refusal:
 
 
 def _check_type(reply: Reply, caller: str, call: Call) -> Reply:
-    """Returns the reply, or a refusal if the handler returned a reply of a wrong type."""
+    """Returns the reply; in place of a reply of a wrong type, logs the mistake and returns a refusal."""
     if type(reply) is not REPLY_OF[type(call)] and type(reply) is not Refusal:
         log.error("%s for node %s was answered with a %s", describe(call), caller, type(reply).__name__)
         return Refusal(Reason.BAD_MESSAGE, f"the handler answered with a {type(reply).__name__}")

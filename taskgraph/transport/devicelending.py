@@ -112,7 +112,7 @@ class DeviceLending:
             for at, buffer in enumerate(buffers):
                 if isinstance(buffer, DeviceBuffer):
                     assert buffer.segment is not None
-                    buffers[at] = memoryview(self._ticket(call, buffer, buffer.segment))
+                    buffers[at] = memoryview(self._make_ticket(call, buffer, buffer.segment))
         except Exception as error:  # borrowed memory needs a descriptor to be lent again
             log.warning(
                 "device memory cannot be lent, so values go by the host's memory: %s: %s", type(error).__name__, error
@@ -122,8 +122,8 @@ class DeviceLending:
             return None
         return Encoded(value.meta, tuple(buffers), value.digest)
 
-    def _ticket(self, call: int, buffer: DeviceBuffer, segment: Segment) -> bytes:
-        """Notes that a buffer is lent with the reply to a call; returns the ticket."""
+    def _make_ticket(self, call: int, buffer: DeviceBuffer, segment: Segment) -> bytes:
+        """Numbers a ticket for a buffer of the reply to a call, lists it as out, and returns it as bytes."""
         number, identity = self._last + 1, buffer.device.identity
         ticket = _TICKET.pack(number, segment.number, segment.size, buffer.nbytes, identity, segment.handle)
         self._last = number
@@ -209,8 +209,12 @@ class DeviceBorrowing:
         return len(self._opened)
 
     @staticmethod
-    def tickets(value: Encoded, limit: int) -> list[Ticket]:
-        """Reads the tickets among the buffers of a value. Raises DecodeError."""
+    def read_tickets(value: Encoded, limit: int) -> list[Ticket]:
+        """Parses the tickets among the buffers of a value.
+
+        Raises:
+            DecodeError: no buffer is a ticket, a ticket is not valid, or the value is larger than `limit` bytes.
+        """
         found = [Ticket.read(buffer) for buffer in value.buffers if buffer.nbytes == TICKET_BYTES]
         size = value.size_bytes + sum(ticket.length for ticket in found)
         if not found or size > limit:
@@ -265,7 +269,7 @@ class DeviceBorrowing:
             self._opened.setdefault(memory, new)  # another reply may have opened it
 
     def take(self, value: Encoded, tickets: Sequence[Ticket]) -> EncodedOnDevice:
-        """Makes the value from open memory. Each ticket is returned when its buffer is garbage.
+        """Returns the value with buffers in open memory for its tickets. A ticket goes back when its buffer is garbage.
 
         Raises:
             CannotBorrow: the peer contradicts an earlier ticket.
@@ -325,8 +329,8 @@ class DeviceBorrowing:
         return [self._opened.pop(memory) for memory in idle]
 
     def end(self) -> list[OpenMemory]:
-        """Takes out all open memory, when the session ends, and returns it. Drop it in a thread. Memory that is read
-        stays open.
+        """Returns no more tickets, since the session ended; takes out all open memory, and returns it. Drop it in a
+        thread. Memory that is read stays open.
         """
         self._send = None  # else a reader would keep the session alive
         opened, self._opened = list(self._opened.values()), {}

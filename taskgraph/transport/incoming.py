@@ -136,9 +136,9 @@ class Incoming:
             value.complete(self.meta(), self.buffers())
         return value
 
-    def is_whole(self, value: Encoded) -> bool | None:
-        """Returns whether the digest taken as the bytes arrived is the value's; None: none was taken. Lent memory
-        counts as whole.
+    def is_undamaged(self, value: Encoded) -> bool | None:
+        """Compares the digest taken as the bytes arrived with the value's. False: the value is damaged; None: no digest
+        was taken, so the caller has to check the value. True, without a check, for a value in lent memory.
         """
         if any(lent is not None for lent in self._lent):
             return True  # lent memory needs no check: its producer digested it

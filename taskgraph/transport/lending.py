@@ -78,7 +78,7 @@ class Lending:
         self._begins_at = 0.0
 
     def stop(self, *, for_good: bool) -> None:
-        """Makes `lend` refuse, for a while or for good, since the peer could not open the memory."""
+        """Makes `lend` return b"" for a while, or with `for_good` always: the peer could not open the memory."""
         self._begins_at = None if for_good else self._now() + _PAUSE_S
 
     def lend(self, call: int, buffer: memoryview) -> bytes:
@@ -100,7 +100,7 @@ class Lending:
         return _pack_reference(lease, region.dev, region.ino, region.size, offset, region.fd)
 
     def take_back(self, call: int) -> None:
-        """Takes back the leases of a message that was not sent. Rare, so a search will do."""
+        """Ends the leases of a message that was not sent. Rare, so a search will do."""
         for lease in [lease for lease, (_, of) in self._lent.items() if of == call]:
             del self._lent[lease]
 
@@ -180,12 +180,12 @@ class Borrowing:
         if len(header) < rest:
             raise DecodeError(f"{count} references in a header of {len(header)} bytes")
         if count == 1:  # the common case
-            return [self._reference(_read_reference(header), lengths[0])], header[rest:]
+            return [self._make_reference(_read_reference(header), lengths[0])], header[rest:]
         pairs = zip(_REFERENCE.iter_unpack(header[:rest]), lengths, strict=True)
-        return [self._reference(fields, length) for fields, length in pairs], header[rest:]
+        return [self._make_reference(fields, length) for fields, length in pairs], header[rest:]
 
-    def _reference(self, fields: tuple[int, ...], length: int) -> Reference:
-        """Makes a reference of its fields, checked. Raises DecodeError."""
+    def _make_reference(self, fields: tuple[int, ...], length: int) -> Reference:
+        """Checks the fields of a reference, and makes it. Raises DecodeError if a number is out of bounds."""
         lease, _, _, size, offset, _ = fields
         if not 0 < lease < _SPOILED:  # in any order, since small messages overtake large ones
             raise DecodeError(f"lease {lease}")
@@ -205,17 +205,17 @@ class Borrowing:
                 buffers.append(self._mappings.borrow(self._pid, reference, self.give_back).data)
             except CannotBorrow:
                 buffers.clear()
-                self.refuse(references[at:])
+                self.return_unopened(references[at:])
                 raise
         return tuple(buffers)
 
-    def refuse(self, references: Sequence[Reference]) -> None:
+    def return_unopened(self, references: Sequence[Reference]) -> None:
         """Gives leases back to the lender without opening the memory."""
         self._to_return.extend(reference.lease for reference in references)
         self._flush_soon()
 
     def give_back(self, loan: Loan) -> None:
-        """Notes a lease to return. Called in any thread, in the middle of anything."""
+        """Ends a loan: notes its lease, and schedules `flush`. Called in any thread, in the middle of any code."""
         loan.loans.discard(loan)
         self._to_return.append(loan.lease | _SPOILED if loan.spoiled else loan.lease)
         self._to_return_bytes += loan.length

@@ -97,13 +97,13 @@ class MemoryNetwork:
         self._end_session(one, other, why)
         for here, there in ((one, other), (other, one)):
             if (transport := self._nodes.get(here)) is not None:
-                self._after_turns(self._draw_turns(), transport, there)
+                self._report_loss_after(self._draw_turns(), transport, there)
 
-    def _after_turns(self, turns: int, transport: MemoryTransport, lost: str) -> None:
-        """Tells a transport, after that many turns of the event loop, that its session with a node was lost."""
+    def _report_loss_after(self, turns: int, transport: MemoryTransport, lost: str) -> None:
+        """After that many turns of the event loop, tells a transport that its session with node `lost` broke."""
         loop = asyncio.get_running_loop()
         if turns:
-            loop.call_soon(self._after_turns, turns - 1, transport, lost)
+            loop.call_soon(self._report_loss_after, turns - 1, transport, lost)
         else:
             loop.call_soon(transport._on_session_lost, lost)
 

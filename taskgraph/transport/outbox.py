@@ -229,7 +229,7 @@ class Outbox:
                     self._scheduled = True
                     self._call_soon(self._continue)
                 break
-            for data in self._next():
+            for data in self._take_pieces():
                 budget -= len(data)
                 self.write(data)
         full = len(self._small) + len(self._waiting) > (_FULL // 2 if self._is_full else _FULL)
@@ -242,8 +242,8 @@ class Outbox:
         self._scheduled = False
         self._pump()
 
-    def _next(self) -> Iterator[bytes | memoryview]:
-        """Yields the pieces of the next frame, or of the next chunk with its head."""
+    def _take_pieces(self) -> Iterator[bytes | memoryview]:
+        """Takes the next frame, or chunk with its head, out of the queue, and yields its pieces."""
         if self._small:
             yield self._small.popleft()[1]
             return

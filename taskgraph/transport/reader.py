@@ -6,9 +6,9 @@
     head read              sizes and header          `on_open` or `on_control`
     in a body              a part of a payload       copy it to its place, until the body ends
 
-The caller asks `buffer()` where to put the next bytes, then calls `received(n)`. Large buffers are received where they
-stay; everything else passes a small reusable buffer. Every size is checked before memory is allocated. A `DecodeError`
-is final.
+The caller asks `buffer()` where to put the next bytes, then calls `parse_received(n)`. Large buffers are received where
+they stay; everything else passes a small reusable buffer. Every size is checked before memory is allocated. A
+`DecodeError` is final.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FrameReader:
             of `on_open` and `on_complete`. The buffers of its value are either all lent, or consecutive in `carried`.
             May raise DecodeError.
         on_control: called with (head, header) of all other frames, except chunks.
-        failed: called with an error in `received`; None: `received` raises it.
+        failed: called with an error in `parse_received`; None: `parse_received` raises it.
 
     Attributes:
         whole: kinds of frames for `on_whole`.
@@ -159,7 +159,7 @@ class FrameReader:
         self._make_room()
         return self._scratch[self._end :]
 
-    def received(self, count: int) -> None:
+    def parse_received(self, count: int) -> None:
         """Parses the stream after `count` bytes were written to the start of `buffer()`."""
         try:
             if self._direct is not None:
@@ -252,7 +252,7 @@ class FrameReader:
             return False
         if self._head is None:
             head = unpack_head(self._scratch[self._start : self._end], self.limits)
-            if self.checked:  # `received` checked the head
+            if self.checked:  # `parse_received` checked the head
                 self._packed = bytes(self._scratch[self._start : self._start + HEAD_BYTES])
             self._start += HEAD_BYTES
             self._head = head
@@ -308,8 +308,8 @@ class FrameReader:
         return True
 
     def _after_body_bytes(self) -> None:
-        """Called after bytes of a body: ends the body if none are left of it; completes the message if none are
-        missing.
+        """Called when bytes of a body have arrived: ends the body after its last byte, and passes the message to
+        `on_complete` if no byte of it is missing.
         """
         sink = self._sink
         if self._body == 0:

@@ -114,7 +114,7 @@ class _Arena:
         self._release_pages(offset, size)
 
     def empty_unlocked(self, offset: int, size: int) -> None:
-        """Does as `empty` for memory that was page-locked, which kept the other parts of its huge pages, too."""
+        """Does as `empty` after the memory was page-locked: gives back all closed segments, which the lock kept."""
         self.empty(offset, size)
         for piece in tuple(self._closed):
             self._release_pages(*piece)
@@ -304,7 +304,7 @@ class Pool:
             arena.empty(arena.cut, arena.size - arena.cut)
 
     def _collect(self) -> None:
-        """Makes segments idle whose blocks are garbage; closes those that may take no more values."""
+        """Makes segments idle whose blocks are garbage; closes those of retired arenas, and the oldest if too many."""
         now, retired = self._clock(), False
         while self._garbage:
             use = self._garbage.popleft()

@@ -148,7 +148,7 @@ class Session(asyncio.BufferedProtocol):
             on_control=self._on_control,
             failed=self._on_reader_error,
         )
-        self.get_buffer, self.buffer_updated = self._reader.buffer, self._reader.received
+        self.get_buffer, self.buffer_updated = self._reader.buffer, self._reader.parse_received
         self._borrowing = Borrowing(self._loop, self._send_returned, self._schedule_return)
         self._largest = 0  # bytes of the largest value; known once open
         self._position: tuple[object, ...] | None = None  # the place within a frame at the last look
@@ -312,8 +312,8 @@ class Session(asyncio.BufferedProtocol):
         message = wire.from_header(header)
         if wire.value_of(message) is None and (head.payload or sizes):
             raise DecodeError(f"a {type(message).__name__} with a payload")
-        if not self._admits(head.call, type(message)):
-            self._borrowing.refuse(references)
+        if not self._admit(head.call, type(message)):
+            self._borrowing.return_unopened(references)
             return None
         try:
             lent = self._borrowing.take(references) if references else ()
@@ -357,8 +357,8 @@ class Session(asyncio.BufferedProtocol):
             if meta or sizes:
                 raise DecodeError(f"a {type(message).__name__} with a payload")
         elif references is not None:
-            if not self._admits(call, type(message)):
-                self._borrowing.refuse(references)
+            if not self._admit(call, type(message)):
+                self._borrowing.return_unopened(references)
                 return
             try:
                 buffers = self._borrowing.take(references)
@@ -372,12 +372,12 @@ class Session(asyncio.BufferedProtocol):
             value.complete(meta, split_buffers(carried, sizes) if sizes else ())
             verify = self._owner.verify_now
             if not verify(value):
-                raise _corrupted(type(message), value)
+                raise _corrupted_error(type(message), value)
         self._take_whole(kind, call, message)
 
-    def _admits(self, call: int, cls: type) -> bool:
-        """Returns True if a message may be taken, and False to skip it. Raises DecodeError if the peer may not
-        send it.
+    def _admit(self, call: int, cls: type) -> bool:
+        """Checks whether to take a message. False: it is to be skipped, as the reply to a cancelled call, or a call too
+        many, which is refused. An `AcceptedSession` lists the call. Raises DecodeError if the peer may not send it.
         """
         raise NotImplementedError
 
@@ -387,7 +387,7 @@ class Session(asyncio.BufferedProtocol):
 
     def _take_whole(self, kind: Kind, call: int, message: Any) -> None:
         """Handles a complete message, if it is admitted."""
-        if self._admits(call, type(message)):
+        if self._admit(call, type(message)):
             self._take(kind, call, message)
 
     def _on_no_memory(self, head: Head) -> None:
@@ -421,7 +421,7 @@ class Session(asyncio.BufferedProtocol):
         value = incoming.complete()
         if value is None:
             return incoming.message
-        whole = incoming.is_whole(value)
+        whole = incoming.is_undamaged(value)
         return self._check_value(incoming.message, value, await self._owner.verify(value) if whole is None else whole)
 
     def _complete_now(self, incoming: Incoming) -> Any:
@@ -431,14 +431,14 @@ class Session(asyncio.BufferedProtocol):
         value = incoming.complete()
         if value is None:
             return incoming.message
-        whole = incoming.is_whole(value)
+        whole = incoming.is_undamaged(value)
         return self._check_value(incoming.message, value, self._owner.verify_now(value) if whole is None else whole)
 
     def _check_value(self, message: Message, value: Encoded, whole: bool) -> Message:
-        """Returns the message. Ends the session and raises PeerLost if its value is not `whole`."""
+        """Returns the message. If its value is damaged (`whole` is False), ends the session and raises PeerLost."""
         if whole:
             return message
-        error = _corrupted(type(message), value)
+        error = _corrupted_error(type(message), value)
         if not self.why:
             log.error("session with node %s: %s; closing it", self.peer, error)
             self.end(f"it sent {error}")
@@ -503,7 +503,7 @@ class Session(asyncio.BufferedProtocol):
         """Frees what was not used for long. Called periodically."""
 
     def tune(self, settings: Settings) -> None:
-        """Sets the options of an accepted TCP socket."""
+        """Sets the options of an accepted TCP socket; does nothing for a unix socket."""
         assert self._transport is not None
         sock = self._transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
@@ -523,6 +523,6 @@ def split_buffers(carried: bytes, sizes: Sequence[int]) -> tuple[memoryview, ...
     return tuple(buffers)
 
 
-def _corrupted(cls: type, value: Encoded) -> DecodeError:
+def _corrupted_error(cls: type, value: Encoded) -> DecodeError:
     size = value.size_bytes
     return DecodeError(f"a corrupted value: the digest of a {cls.__name__} of {size} bytes does not match")

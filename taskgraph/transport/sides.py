@@ -126,7 +126,7 @@ class DialledSession(Session):
         self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
 
     def on_cancelled(self, pending: _PendingCall) -> None:
-        """Forgets a call that its caller cancelled, and tells the peer."""
+        """Forgets a call that its caller cancelled; tells the peer, if it was sent and is not quiet."""
         if self._pending.pop(pending.number, None) is None or self.why:
             return
         self._reader.drop(pending.number)
@@ -135,7 +135,7 @@ class DialledSession(Session):
         if self._take_back(pending.number) and not pending.quiet:
             self._outbox.send(Kind.CANCEL, pending.number)
 
-    def _admits(self, call: int, cls: type) -> bool:
+    def _admit(self, call: int, cls: type) -> bool:
         if not 0 < call <= self._last_call:
             raise DecodeError(f"a reply to call {call}, which was never made")
         if call not in self._pending:
@@ -159,7 +159,7 @@ class DialledSession(Session):
             self._retry(pending)
 
     def _retry(self, pending: _PendingCall) -> None:
-        """Makes a call again after memory of its message or its reply could not be opened."""
+        """Sends a call again after memory of its message or its reply could not be opened; fails it after `_TRIES`."""
         if pending.done():
             return  # cancelled
         if not self.open:
@@ -206,7 +206,7 @@ class DialledSession(Session):
         value = incoming.complete()
         if value is None:
             raise DecodeError(f"a {type(incoming.message).__name__} without tickets in a {Kind.REPLY_ON_DEVICE.name}")
-        tickets = self._devices.tickets(value, self._owner.max_value_bytes)
+        tickets = self._devices.read_tickets(value, self._owner.max_value_bytes)
         pending = self._pending.pop(incoming.head.call, None)
         if pending is None:
             return
@@ -243,7 +243,7 @@ class DialledSession(Session):
         pending.settle(cast(Reply, wire.with_value(incoming.message, there)))
 
     def _decline_device(self, pending: _PendingCall, tickets: Sequence[Ticket], error: Exception) -> None:
-        """Makes the call again. The peer will send its values by way of the host's memory."""
+        """Gives the tickets back, and sends the call again: the peer then copies its values to the host's memory."""
         text = "device memory of node %s cannot be opened, so values go by the host's memory: %s"
         if isinstance(error, CannotBorrow):
             log.info(text, self.peer, error)
@@ -310,7 +310,7 @@ class AcceptedSession(Session):
         self._pause_or_resume()
 
     def _pause_or_resume(self) -> None:
-        """Stops or goes on reading from the peer, by backpressure and rest."""
+        """Pauses reading while the peer does not read our replies, or while many calls are served; else resumes it."""
         if self.open:
             assert self._transport is not None
             if self._backpressure or self._resting:
@@ -329,7 +329,7 @@ class AcceptedSession(Session):
         else:
             self._devices.stop()
 
-    def _admits(self, call: int, cls: type) -> bool:
+    def _admit(self, call: int, cls: type) -> bool:
         if self.probe:
             raise DecodeError("a call in a session that was dialled as a probe")
         if cls not in wire.REPLY_OF:
@@ -405,8 +405,8 @@ class AcceptedSession(Session):
                 self._reply(number, reply)
 
     def _spawn(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
-        """Starts an asyncio task that answers a call; beyond many such tasks, reading rests for a turn of the event
-        loop.
+        """Starts an asyncio task that answers a call. Beyond `_BUSY_CALLS` of them, stops reading from the peer for a
+        turn of the event loop.
         """
         task = self._owner.tasks.spawn(self._serve(number, answers), name=f"serve {self.peer} {number}")
         self._calls[number] = task
@@ -460,7 +460,7 @@ class AcceptedSession(Session):
             other.give_back()
 
     async def _stage_reply(self, reply: Reply) -> Reply:
-        """Copies those buffers of a reply from the device to the host that cannot be lent."""
+        """Returns the reply with the buffers that cannot be lent copied to the host; a refusal if the copy fails."""
         value = wire.value_of(reply)
         assert value is not None
         try:

@@ -298,7 +298,7 @@ class StreamTransport:
 
     @property
     def unreachable(self) -> bool:
-        """True if another program removed the file of the unix socket."""
+        """True if another program removed the file of the unix socket, so that no new peer can connect to it."""
         return self._state == "running" and self._socket_file is not None and not self._socket_file.exists()
 
     async def listen_anew(self) -> None:
@@ -379,25 +379,25 @@ class StreamTransport:
         return session.begin_all(message) if session is not None and session.open else None
 
     def _begin_own_call(self, message: Call) -> asyncio.Future[Reply] | None:
-        """Begins a call of the node to itself; None if `Serve` has to be called."""
+        """Begins a call of the node to itself, and returns its future; None: `answer_now` could not answer."""
         reply = answer_now(self.serve, self._node, message)
-        return None if reply is None else self._own_call(message, reply)
+        return None if reply is None else self._make_own_call(message, reply)
 
     def _begin_own_calls(self, message: Pull) -> list[asyncio.Future[Reply]] | None:
-        """Begins the calls of a pull of the node to itself; None if `ServeNow` has to be called for each."""
+        """Begins the calls of a node's pull from itself, and returns their futures; None: not all could be answered."""
         replies = try_answer_all_now(self.serve, self._node, message)
         if replies is None:
             return None
         known = [reply for reply in replies if reply is not None]
         if len(known) == len(replies):
-            return [self._own_call(message, reply) for reply in known]
+            return [self._make_own_call(message, reply) for reply in known]
         for reply in known:
             if isinstance(reply, PendingReply):
                 reply.cancel()
         return None
 
-    def _own_call(self, message: Call, reply: Reply | PendingReply) -> _OwnCall:
-        """Returns the future of a call of the node to itself, which its reply settles."""
+    def _make_own_call(self, message: Call, reply: Reply | PendingReply) -> _OwnCall:
+        """Returns the future of a node's call to itself, settled by `reply`: now, or as soon as that arrives."""
         call = _OwnCall(loop=asyncio.get_running_loop())
         call.calls, call.message, call.listener = self._own_calls, message, None
         if isinstance(reply, PendingReply):

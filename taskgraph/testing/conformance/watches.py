@@ -30,11 +30,11 @@ async def collect(
     raise AssertionError("the watch ended by itself")
 
 
-def reached(revision: int) -> Callable[[list[WatchBatch]], bool]:
+def reaches(revision: int) -> Callable[[list[WatchBatch]], bool]:
     return lambda batches: bool(batches) and batches[-1].revision >= revision
 
 
-def events(batches: list[WatchBatch]) -> list[KeyEvent]:
+def events_of(batches: list[WatchBatch]) -> list[KeyEvent]:
     return [event for batch in batches for event in batch.events]
 
 
@@ -43,7 +43,7 @@ class WatchesSuite(Clusters):
 
     async def test_watch_from_the_past(self, cluster: Cluster, node: Coordinator) -> None:
         revisions = [(await cluster.put(node, "a", bytes([number]))).revision for number in range(10)]
-        found = events(await collect(node, cluster.prefix, revisions[3], reached(revisions[-1])))
+        found = events_of(await collect(node, cluster.prefix, revisions[3], reaches(revisions[-1])))
         assert found == [
             KeyEvent("put", KeyValue(cluster.key("a"), bytes([number]), revisions[0], revisions[number]))
             for number in range(3, 10)
@@ -52,18 +52,18 @@ class WatchesSuite(Clusters):
     async def test_watch_delivers_in_order_once(self, cluster: Cluster, node: Coordinator) -> None:
         other = await cluster.node()
         start = (await node.list(cluster.prefix)).revision + 1
-        watching = asyncio.create_task(collect(node, cluster.prefix, start, lambda b: len(events(b)) == 30))
+        watching = asyncio.create_task(collect(node, cluster.prefix, start, lambda b: len(events_of(b)) == 30))
         revisions = [(await cluster.put(other, str(number % 3))).revision for number in range(30)]
-        found = events(await watching)
+        found = events_of(await watching)
         assert [event.kv.mod_revision for event in found] == revisions
         assert [event.kv.key for event in found] == [cluster.key(str(number % 3)) for number in range(30)]
 
     async def test_a_watch_may_start_in_the_future(self, cluster: Cluster, node: Coordinator) -> None:
         now = (await cluster.put(node, "a")).revision
-        watching = asyncio.create_task(collect(node, cluster.prefix, now + 3, reached(now + 3)))
+        watching = asyncio.create_task(collect(node, cluster.prefix, now + 3, reaches(now + 3)))
         for _ in range(3):
             await cluster.put(node, "a")
-        assert [event.kv.mod_revision for event in events(await watching)] == [now + 3]
+        assert [event.kv.mod_revision for event in events_of(await watching)] == [now + 3]
 
     async def test_one_revision_is_one_batch(self, cluster: Cluster, node: Coordinator) -> None:
         await cluster.put(node, "old/2")
@@ -77,7 +77,7 @@ class WatchesSuite(Clusters):
                 )
             )
         )
-        (batch,) = await collect(node, cluster.prefix, start, reached(result.revision))
+        (batch,) = await collect(node, cluster.prefix, start, reaches(result.revision))
         assert batch.revision == result.revision == start
         assert [(event.kind, event.kv.key) for event in batch.events] == [
             ("put", cluster.key("z")),
@@ -89,25 +89,26 @@ class WatchesSuite(Clusters):
     async def test_delete_event_has_no_value(self, cluster: Cluster, node: Coordinator) -> None:
         start = (await cluster.put(node, "a", b"value")).revision + 1
         revision = (await node.txn(Txn(success=(Delete(cluster.key("a")),)))).revision
-        found = events(await collect(node, cluster.prefix, start, reached(revision)))
+        found = events_of(await collect(node, cluster.prefix, start, reaches(revision)))
         assert found == [KeyEvent("delete", KeyValue(cluster.key("a"), b"", 0, revision))]
 
     async def test_watch_ignores_other_prefixes(self, cluster: Cluster, node: Coordinator) -> None:
         start = (await cluster.put(node, "b/1")).revision
         for name in ("a", "b", "bb", "c", "b/2"):
             last = (await cluster.put(node, name)).revision
-        found = events(await collect(node, cluster.key("b/"), start, reached(last)))
+        found = events_of(await collect(node, cluster.key("b/"), start, reaches(last)))
         assert [event.kv.key for event in found] == [cluster.key("b/1"), cluster.key("b/2")]
 
     async def test_two_watches_of_a_node_get_the_same_events(self, cluster: Cluster, node: Coordinator) -> None:
         start = (await node.list(cluster.prefix)).revision + 1
         async with asyncio.TaskGroup() as group:
             watches = [
-                group.create_task(collect(node, cluster.prefix, start, lambda b: len(events(b)) == 5)) for _ in range(2)
+                group.create_task(collect(node, cluster.prefix, start, lambda b: len(events_of(b)) == 5))
+                for _ in range(2)
             ]
             for number in range(5):
                 await cluster.put(node, str(number))
-        first, second = (events(watch.result()) for watch in watches)
+        first, second = (events_of(watch.result()) for watch in watches)
         assert first == second and len(first) == 5
 
     async def test_watch_of_compacted_history_is_refused(self, cluster: Cluster, node: Coordinator) -> None:
@@ -117,8 +118,8 @@ class WatchesSuite(Clusters):
             last = (await cluster.put(node, "a", b"2")).revision
         await cluster.compact(node, last)
         with pytest.raises(WatchCompacted):
-            await collect(node, cluster.prefix, first, reached(last))
-        found = events(await collect(node, cluster.prefix, last, reached(last)))
+            await collect(node, cluster.prefix, first, reaches(last))
+        found = events_of(await collect(node, cluster.prefix, last, reaches(last)))
         assert [event.kv.mod_revision for event in found] == [last]
         kv = await node.get(cluster.key("a"))
         assert kv is not None and kv.create_revision == first
@@ -144,7 +145,7 @@ class WatchesSuite(Clusters):
         start = (await node.list(cluster.prefix)).revision + 1
         watching = asyncio.create_task(collect(node, cluster.prefix, start, lambda _: False))
         revision = (await cluster.put(node, "a")).revision
-        await collect(node, cluster.prefix, start, reached(revision))
+        await collect(node, cluster.prefix, start, reaches(revision))
         watching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watching
@@ -177,7 +178,7 @@ class WatchesSuite(Clusters):
             batches = [first]
             while batches[-1].revision < last:
                 batches.append(await anext(watch))
-        assert [event.kv.mod_revision for event in events(batches)] == list(range(start, last + 1))
+        assert [event.kv.mod_revision for event in events_of(batches)] == list(range(start, last + 1))
 
     async def test_long_history_arrives_whole(self, cluster: Cluster, node: Coordinator) -> None:
         start = (await node.list(cluster.prefix)).revision + 1
@@ -188,6 +189,6 @@ class WatchesSuite(Clusters):
 
         await asyncio.gather(*(put(str(number)) for number in range(50)))
         last = (await cluster.put(node, "last")).revision
-        batches = await collect(node, cluster.prefix, start, reached(last))
-        assert [event.kv.mod_revision for event in events(batches)] == list(range(start, last + 1))
+        batches = await collect(node, cluster.prefix, start, reaches(last))
+        assert [event.kv.mod_revision for event in events_of(batches)] == list(range(start, last + 1))
         assert [batch.revision for batch in batches] == [batch.events[-1].kv.mod_revision for batch in batches]

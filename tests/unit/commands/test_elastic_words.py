@@ -9,7 +9,7 @@ from commands_kit import in_memory, options
 
 import taskgraph as tg
 from taskgraph.cli import parser
-from taskgraph.commands.acting import _target, kill_risk, leaves_how
+from taskgraph.commands.acting import _find_target, drain_text, kill_risk
 from taskgraph.commands.looking import _status
 from taskgraph.driver.spec import JobSpec
 from taskgraph.launch.kept import resume_hint
@@ -143,7 +143,7 @@ def test_kill_of_the_only_worker() -> None:
 
 def test_target_of_kill_and_drain() -> None:
     def said(view: JobView, *arguments: str) -> str:
-        return _target(parser().parse_args(["kill", "fit", *arguments]), view, SPEC)[1]
+        return _find_target(parser().parse_args(["kill", "fit", *arguments]), view, SPEC)[1]
 
     before, entered = JobView("fit"), view("ab", nodes="abc")
     before.nodes.update(entered.nodes)
@@ -151,9 +151,9 @@ def test_target_of_kill_and_drain() -> None:
     assert said(entered, "--node", "c") == said(before, "--node", "a") == "which is no worker yet"
     with pytest.raises(tg.JobError, match="the workers of an elastic job have no tasks: give --node NAME"):
         said(before, "--task", "0")
-    assert leaves_how(entered, SPEC, "a-7f") == "leaves before its next part"
-    assert leaves_how(view("a", nodes="ac"), SPEC, "a-7f").startswith("leaves once another worker has the state: start")
-    assert leaves_how(before, SPEC, "a-7f") == leaves_how(entered, SPEC, "c-7f") == "leaves: it is no worker yet"
+    assert drain_text(entered, SPEC, "a-7f") == "leaves before its next part"
+    assert drain_text(view("a", nodes="ac"), SPEC, "a-7f").startswith("leaves once another worker has the state: start")
+    assert drain_text(before, SPEC, "a-7f") == drain_text(entered, SPEC, "c-7f") == "leaves: it is no worker yet"
 
 
 def test_hint_names_sums() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from taskgraph.cli import parser
-from taskgraph.commands.acting import _target, drain_risk, kill_risk
+from taskgraph.commands.acting import _find_target, drain_risk, kill_risk
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TransportError
 from taskgraph.jobs import Job
@@ -58,7 +58,7 @@ VIEW = view(("n1", "n2", "n4"), ("n3",), ())
 
 def target(*arguments: str, among: JobView = VIEW, backups: int = 2) -> tuple[str, str]:
     job = Job(tasks=3, builder=lambda task_id: Task(), name="fit", backups=backups)
-    return _target(parser().parse_args(["kill", "fit", *arguments]), among, JobSpec.local(job))
+    return _find_target(parser().parse_args(["kill", "fit", *arguments]), among, JobSpec.local(job))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ async def submitted(etcd: MemoryCoordinator, token_mark: str) -> None:
 
 def token_of_node(etcd: MemoryCoordinator, path: Path) -> Coroutine[Any, Any, tuple[JobSpec, str]]:
     node = parser().parse_args(["node", "--job", "fit", "--etcd", ETCD, "--token-file", str(path)])
-    return joining._with_its_token(etcd, node, ETCD, OLD)
+    return joining._wait_for_job_and_token(etcd, node, ETCD, OLD)
 
 
 async def test_node_with_old_token_waits(

@@ -116,8 +116,8 @@ def test_node_command_starts_again_with_its_environment(name: str | None, monkey
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", ["taskgraph", "node", "--job", "fit"])
     monkeypatch.setattr(os, "execv", lambda program, words: called.append(words))
-    joining._take_env(spec(1))
+    joining._restart_in_node_env(spec(1))
     assert called == []
-    joining._take_env(spec(2))
+    joining._restart_in_node_env(spec(2))
     begun = [sys.executable, *options(), "-m", "taskgraph"] if name else command("taskgraph")
     assert called == [[*begun, "node", "--job", "fit"]]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from taskgraph.observe.queues import QueueStatus, Rate
-from taskgraph.observe.queues_text import merged, set_aside_text, shards_json, shards_text
+from taskgraph.observe.queues_text import merge_queues, set_aside_text, shards_json, shards_text
 from taskgraph.protocol.dealing import Ledger
 
 
@@ -38,7 +38,7 @@ def test_each_queue_is_shown_once_as_the_furthest_node_knows_it() -> None:
     first, _ = ledger.deal("task 1", 2, 0)
     ledger.count("task 1", first, 1, rows=5)
     after = QueueStatus.of("rows", "queue", ledger, 9, rows_per_s=1234.5)
-    (found,) = merged([before, after, before])
+    (found,) = merge_queues([before, after, before])
     assert found == after
     assert shards_text([found]).splitlines() == [
         "queue rows: 3 pieces, 1 pass; 2 left; 1,234 rows/s",

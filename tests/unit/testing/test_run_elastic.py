@@ -38,13 +38,13 @@ def undisturbed() -> Any:
 
 def test_workers_join_leave_and_die_unasked(undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, str]] = []
-    noted = Scene.note
+    noted = Scene.on_event
 
     def note(scene: Scene, event: Event) -> None:
         events.append((event.kind, event.text))
         noted(scene, event)
 
-    monkeypatch.setattr(Scene, "note", note)
+    monkeypatch.setattr(Scene, "on_event", note)
     result = tg.testing.run(fit())
     assert np.array_equal(result.value, undisturbed) and len(result.reports) == 8
     kinds = [kind for kind, _ in events]

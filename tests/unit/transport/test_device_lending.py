@@ -279,7 +279,7 @@ class Pair:
 
     async def fetch(self, lent: m.Encoded | None) -> m.Encoded:
         assert lent is not None
-        tickets = self.borrowing.tickets(lent, 1 << 40)
+        tickets = self.borrowing.read_tickets(lent, 1 << 40)
         if unopened := self.borrowing.unopened(tickets):
             self.borrowing.keep(await asyncio.to_thread(self.borrowing.open, unopened), tickets)
         return self.borrowing.take(lent, tickets)
@@ -336,11 +336,11 @@ def test_invalid_tickets_are_refused(wrong: dict[str, int]) -> None:
 def test_tickets_count_for_the_size_limit() -> None:
     data = devicelending._TICKET.pack(1, 1, 2 * MIB, MIB, b"i" * 16, b"h" * 64)
     value = m.Encoded(b"meta", (memoryview(data),), bytes(16))
-    assert DeviceBorrowing.tickets(value, 2 * MIB)[0].length == MIB
+    assert DeviceBorrowing.read_tickets(value, 2 * MIB)[0].length == MIB
     with pytest.raises(DecodeError, match="the limit is"):
-        DeviceBorrowing.tickets(value, MIB)
+        DeviceBorrowing.read_tickets(value, MIB)
     with pytest.raises(DecodeError):
-        DeviceBorrowing.tickets(m.Encoded(b"meta", (), bytes(16)), MIB)
+        DeviceBorrowing.read_tickets(m.Encoded(b"meta", (), bytes(16)), MIB)
 
 
 @pytest.mark.parametrize("data", [b"123", bytes(8), (5).to_bytes(8, "big")])

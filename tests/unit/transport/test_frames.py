@@ -86,7 +86,7 @@ class Reading:
             assert count
             room[:count] = view[:count]
             view = view[count:]
-            self.reader.received(count)
+            self.reader.parse_received(count)
 
 
 def nothing_lent(call: int, buffer: memoryview) -> bytes:
