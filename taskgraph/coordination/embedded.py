@@ -181,9 +181,9 @@ class EmbeddedEtcd:
             signal_child(guard, signal.SIGKILL)  # on Linux etcd dies with its guard
             await guard.communicate()
         finally:  # also if cancelled: then the guard ends etcd, but the directory would stay
-            self._remove()
+            self._remove_folder()
 
-    def _remove(self) -> None:
+    def _remove_folder(self) -> None:
         """Removes etcd's directory, which stays if the guard was killed."""
         if self._folder is not None:
             self._folder.remove()
@@ -267,7 +267,7 @@ class EmbeddedEtcd:
             return ""
         self._guard = None
         _, said = await guard.communicate()
-        self._remove()
+        self._remove_folder()
         return said.decode(errors="replace").strip() or f"it ended with code {guard.returncode}"
 
 
@@ -315,7 +315,7 @@ def _shorten(text: str, folder: LockedFolder | None = None) -> str:
 
 
 def _with_advice(line: str, folder: LockedFolder | None) -> str:
-    """Returns a line of the log with what to do, if that is known; else ""."""
+    """Adds advice to a line of the log that names a lack of memory or disk space; "" for any other line."""
     if _LACK_OF_MEMORY.search(line):
         return f"{line}: {USED_UP}"
     if folder is not None and _LACK_OF_SPACE.search(line):

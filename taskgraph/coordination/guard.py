@@ -81,8 +81,8 @@ def _wait_for_end(child: subprocess.Popen[bytes], parent: int, wake: int, log: s
             _cut_log(log)
 
 
-def _end(child: subprocess.Popen[bytes], wake: int) -> None:
-    """Ends the command by SIGTERM, and after two seconds SIGKILL. Always kills the rest of its group."""
+def _end_command(child: subprocess.Popen[bytes], wake: int) -> None:
+    """Ends the command by SIGTERM, and after two seconds by SIGKILL. In any case kills the rest of its group."""
     if not _has_ended(child):
         _signal_group(child, signal.SIGTERM)
         until = time.monotonic() + KILL_AFTER_S
@@ -160,13 +160,13 @@ def main() -> int:
                 return 127
             os.write(1, f"{child.pid}\n".encode())
             by_itself = _wait_for_end(child, options.parent, wake, options.log)
-        _end(child, wake)
+        _end_command(child, wake)
         if by_itself and options.log:
             _show_log(options.log)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
     finally:
         if child is not None and child.returncode is None:
-            _end(child, wake)
+            _end_command(child, wake)
         for directory in options.remove:
             shutil.rmtree(directory, ignore_errors=True)
 

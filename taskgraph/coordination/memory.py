@@ -173,7 +173,7 @@ class MemoryStore:
         self._last_lease += 1
         granted_s = max(MIN_TTL_S, float(math.ceil(ttl_s)))
         self._leases[self._last_lease] = StoredLease(self._last_lease, granted_s, _now(), None)
-        self._schedule()
+        self._set_timer()
         return self._last_lease
 
     def ttl_s(self, lease_id: int) -> float:
@@ -186,7 +186,7 @@ class MemoryStore:
         if lease is not None:
             lease.ends_at()  # counts the renewals so far
             lease.renewals = renewals
-            self._schedule()
+            self._set_timer()
 
     def holds(self, lease_id: int) -> bool:
         """True if the store has the lease. It may have expired since the last `expire`."""
@@ -209,7 +209,7 @@ class MemoryStore:
             deleted = [self._delete(key) for key in sorted(lease.keys, key=str.encode)]
             del self._leases[lease_id]  # before a watch delivers it
             self._publish(deleted)
-            self._schedule()
+            self._set_timer()
 
     def expire(self) -> None:
         """Revokes every lease that has ended."""
@@ -220,11 +220,11 @@ class MemoryStore:
             self.revoke(lease.id)
 
     def _deleted_at(self, lease: StoredLease) -> float:
-        """Returns when the keys of a lease are deleted if it is not renewed."""
+        """Returns when the store deletes the keys of a lease if it is not renewed: soon after its end, as etcd does."""
         return lease.ends_at() + EXPIRY_SLACK_S
 
-    def _schedule(self) -> None:
-        """Sets the timer for the next expiry of a lease."""
+    def _set_timer(self) -> None:
+        """Sets the timer for the next expiry of a lease, in place of an earlier timer; none without leases."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -236,7 +236,7 @@ class MemoryStore:
         """Revokes leases that have ended, and sets the timer again."""
         self._timer = None
         self.expire()
-        self._schedule()
+        self._set_timer()
 
 
 class MemoryLease:
@@ -392,13 +392,13 @@ class MemoryCoordinator:
         self.store.wake()
 
     async def _begin_call(self) -> None:
-        """Lets other asyncio tasks run first, as a call over a network does."""
-        self._check()
+        """Lets other asyncio tasks run before a call, as a network does. Raises Unavailable if this handle ended."""
+        self._check_not_ended()
         await asyncio.sleep(0)
-        self._check()
+        self._check_not_ended()
         self.store.expire()
 
-    def _check(self) -> None:
+    def _check_not_ended(self) -> None:
         """Raises Unavailable if this handle has ended."""
         if self._end_reason:
             raise Unavailable(f"the coordinator in memory cannot be used: {self._end_reason}")
@@ -410,14 +410,14 @@ class MemoryCoordinator:
         position = start_revision
         try:
             while True:
-                self._check()
+                self._check_not_ended()
                 changed.clear()
                 events = self.store.events_from(position, prefix)
                 position = max(position, self.store.revision + 1)
                 if events:
                     if self._rng is not None:  # the lag of a network
                         await asyncio.sleep(self._rng.uniform(0.0, self._max_lag_s))
-                        self._check()
+                        self._check_not_ended()
                     yield WatchBatch(events[-1].kv.mod_revision, events)
                 else:
                     await changed.wait()

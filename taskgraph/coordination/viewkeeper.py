@@ -111,7 +111,7 @@ class ViewKeeper:
         return (f"etcd: listing the job takes {for_s:.0f} s so far: it is busy, or the link to it is slow",)
 
     async def run(self) -> None:
-        """Watches for ever. Start it after `load`. Raises the error of a listener or predicate."""
+        """Keeps the view up to date by a watch. Start it after `load`. Raises errors of listeners and predicates."""
         running = self._run_task = asyncio.current_task()
         assert running is not None
         try:
@@ -206,7 +206,7 @@ class ViewKeeper:
     async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
         """Waits like `wait_until` for a change that has already happened in etcd. Re-reads etcd every `refresh_s`."""
         while not predicate(self.view):
-            await self._read_until(predicate, self.begin_wait(predicate))
+            await self._wait_or_reread(predicate, self.begin_wait(predicate))
 
     async def wait_for_revision(self, revision: int) -> None:
         """Waits until the view has reached `revision`. Re-reads etcd like `wait_until_read`.
@@ -217,12 +217,10 @@ class ViewKeeper:
         while self.view.revision < revision:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             heapq.heappush(self._revision_waiters, (revision, next(self._numbers), future))
-            await self._read_until(lambda view: view.revision >= revision, future)
+            await self._wait_or_reread(lambda view: view.revision >= revision, future)
 
-    async def _read_until(self, predicate: Callable[[JobView], bool], waiting: asyncio.Future[None]) -> None:
-        """Waits until a wait ends, or the time has come to re-read etcd, and re-reads it if the predicate does not
-        hold.
-        """
+    async def _wait_or_reread(self, predicate: Callable[[JobView], bool], waiting: asyncio.Future[None]) -> None:
+        """Waits for `waiting`, at most until a re-read is due; then re-reads etcd if the predicate does not hold."""
         rests_s = self._read_pause_ends_at - self._coordinator.now()
         timer = asyncio.get_running_loop().call_later(max(self._refresh_s, rests_s), _finish_wait, waiting)
         try:

@@ -148,13 +148,13 @@ class Contributions:
     def sum_together(self, action: SumTogether) -> None:
         """Begins to add up the contributions of all workers of the view, by a process group or in slices.
 
-        The core's `summed` is called once the total is there; at once if the contributions do not fit together.
+        The core's `note_summed` is called once the total is there; at once if the contributions do not fit together.
         """
         there = self._sums_of_all(action.position, action.spans)
         whole = add_up({span: sums.without_arrays() for span, sums in there.items()}, _whole(action.spans))
         if whole.is_unlike:
             self._summed = Total.of(whole)
-            self._core.summed(action.view, action.position)
+            self._core.note_summed(action.view, action.position)
         elif self._together is not None:
             self._node.own(self._sum_by(self._together, action, whole), "sum together")
         else:
@@ -163,21 +163,21 @@ class Contributions:
             self._slices.begin(action, own, received, whole)
 
     async def _sum_by(self, together: GroupSums, action: SumTogether, whole: Sums) -> None:
-        """Adds up by a process group, then calls the core's `summed`, unless the view has changed meanwhile."""
+        """Adds up by a process group, then calls the core's `note_summed`, unless the view has changed meanwhile."""
         mine = [self._own[span].arrays for span in sorted(self._own)]
         arrays = await together.sum(action.view, Sums.zeros(whole.layout).arrays, mine)
         if arrays is not None and action.view == self._core.number:
             self._summed = Total.of(Sums(whole.layout, arrays, whole.collected))
-            self._core.summed(action.view, action.position)
+            self._core.note_summed(action.view, action.position)
             self._changed()
 
     def take_sliced(self) -> bool:
-        """Takes the total that was added up in slices, and calls `summed`. Returns False if there is none."""
+        """Takes the total that was added up in slices, and calls `note_summed`. Returns False if there is none."""
         made = self._slices.take_total()
         if made is None:
             return False
         at, self._summed = made
-        self._core.summed(at.view, at.position)
+        self._core.note_summed(at.view, at.position)
         return True
 
     @property

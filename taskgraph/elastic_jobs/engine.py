@@ -141,7 +141,7 @@ class Engine:
         self._reach(position, parts, tag)
         if position == self.core.position and self.core.phase != Phase.OUTSIDE:
             self.contributions.hold(finished)
-        self.core.computed(position, finished.sums, large=self.contributions.are_large(finished.sums.values()))
+        self.core.note_computed(position, finished.sums, large=self.contributions.are_large(finished.sums.values()))
         self._carry_out()
 
     def send_first_part(self, position: int, part: int, digest: bytes) -> None:
@@ -157,7 +157,7 @@ class Engine:
     def ended(self, positions: int) -> None:
         """User code has returned after this number of totals."""
         self.user_position = positions
-        self.core.ended()
+        self.core.note_ended()
         self._carry_out()
 
     def catch_up(self, position: int, totals: Sequence[Sums]) -> None:

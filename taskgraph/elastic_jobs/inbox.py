@@ -82,7 +82,7 @@ class Inbox:
             case Totals():
                 return self._take_totals(message)
             case HoldsTotals():
-                return core.holds(worker, message.view, message.position)
+                return core.note_holds(worker, message.view, message.position)
             case FirstPart():
                 if message.view > core.number:
                     return False

@@ -174,7 +174,7 @@ class PendingCopy:
         self._source: Array | None = None  # the bytes to copy, if they are contiguous and without padding
 
     def begin(self) -> None:
-        """Copies now what cannot be copied block by block. Call it before `digest`."""
+        """Copies now an array with gaps or padding, which cannot be copied block by block. Call it before `digest`."""
         array, self._array = self._array, None
         if array is None:
             return

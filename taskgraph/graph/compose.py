@@ -242,7 +242,7 @@ class Composition:
         work: Linked,
         wrapper: Wrapper | None = None,
     ) -> bool:
-        """Adds a processor and returns True if `before` has an equal declaration in this place.
+        """Takes the processor of `before` if its declaration in this place is equal. Returns False if not: call `add`.
 
         Types are compared, too: 1 is a task, True and 1.0 are not, and a member of an enum may equal a text.
         """
@@ -447,7 +447,7 @@ class Composition:
         return f"task {self.task}, epoch {self.epoch}, compose"
 
     def _check_results(self) -> None:
-        """Raises GraphError for the result of a collective that this task has, and does not read."""
+        """Raises GraphError if no processor of this task reads the result of a collective that it gets."""
         for tag, producers in self.results.items():
             readers = (p for p in self._by_name.values() if tag in p.inbound and p.name != f"{tag} ({RELAY})")
             if producers and not any(p.inbound[tag] == producers for p in readers):
@@ -457,7 +457,11 @@ class Composition:
                 )
 
     def graph(self) -> Graph:
-        """Returns the declared graph."""
+        """Ends the declaration. Returns the graph: `before` itself if all declarations equal its own.
+
+        Raises:
+            GraphError: no processor reads the result of a collective.
+        """
         before = self.before
         if before is not None:
             if self._repeated == len(before.processors):

@@ -100,7 +100,7 @@ class Writer:
         self.lone_array: tuple[bytes, tuple[int, ...]] | None = None
 
     def enter(self, container: Any, parts: int) -> None:
-        """Counts a container and its parts; raises CannotTravel if the value is too deep or too large."""
+        """Goes a level deeper and counts the parts there. Raises CannotTravel if the value is too deep or too large."""
         self.depth += 1
         self.parts += parts + _CONTAINER_PARTS
         if self.depth > MAX_DEPTH:
@@ -276,7 +276,7 @@ def _array(writer: Writer, value: NDArray[Any], adopt: bool = False, order: byte
 
 
 def _array_head(writer: Writer, value: Any, dtype: bytes, packed: bool, order: bytes, buffer: int, at: int) -> Ext:
-    """Makes the extension that says where an array is; numbers the arrays."""
+    """Makes the extension that says where an array is, and gives the array the next number."""
     number = writer.arrays
     writer.arrays = number + 1
     shape: tuple[int, ...] = value.shape

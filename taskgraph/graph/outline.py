@@ -117,7 +117,7 @@ class _Outline(_Untyped):
 
 
 def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[NamedArray]:
-    """Yields the arrays of a tree of stubs, with their paths."""
+    """Yields the arrays of a tree of stubs, with their paths; skips arrays of mixed order, which get no name."""
     if isinstance(tree, _ArrayStub):
         if (last := _named_order(tree.order)) is not None:
             yield NamedArray(path + last, tree.dtype, tree.shape, tree.data, tree.buffer)

@@ -83,7 +83,7 @@ def way_out(value: Any) -> str:
 
 
 class _Trial:
-    """Tries to encode a value. `encoding` sets the function, since it imports this module."""
+    """Holds the function that tries to encode a value: `encoding` sets it, since `encoding` imports this module."""
 
     write: Callable[[Any], object] = staticmethod(lambda value: None)
 
@@ -181,7 +181,7 @@ def _builtin_advice(value: Any) -> str | None:
 
 
 def _declaration_advice(value: Any) -> str | None:
-    """Returns advice for a type that lacks a declaration of its own; None: that is not it."""
+    """Returns advice for a type that a declaration would make travel; None: no codec and no `message` is missing."""
     kind = type(value)
     for base in kind.__mro__[1:]:
         if codecs.codec_of(base) is not None:

@@ -51,13 +51,13 @@ def empty_array(size: int, dtype: np.dtype[Any], allocate: Allocate | None) -> N
 
 
 def read_only(array: NDArray[Any], library: str) -> NDArray[Any]:
-    """Makes an array read-only, and returns it, as `make_tree` wants it (`give`)."""
+    """Makes an array read-only, and returns it, whatever the library: a `give` of `make_tree`."""
     array.flags.writeable = False
     return array
 
 
 def copy_of(allocate: Allocate | None, array: NDArray[Any], library: str) -> Any:
-    """Returns a copy of an array, as an array of a library."""
+    """Returns a copy of a numpy array, as an array of the named library."""
     copy = empty_array(array.size, array.dtype, allocate).reshape(array.shape)
     np.copyto(copy, array)
     match library:

@@ -87,7 +87,7 @@ class Sums:
         return cls(layout, [np.zeros(size, dtype) for dtype, size in sizes.items()])
 
     def without_arrays(self) -> Sums:
-        """Returns the layout and what was collected."""
+        """Returns sums with the layout and the collected trees, but no elements."""
         return self._with((), self.collected)
 
     def _with(self, arrays: Sequence[NDArray[Any]], collected: Mapping[int, Encoded]) -> Sums:
@@ -106,7 +106,7 @@ class Sums:
 
     @property
     def is_unlike(self) -> bool:
-        """True for a sum of trees that differ: it has no elements, and is no tree."""
+        """True if the added trees had different layouts: the sum has no elements, and cannot become a tree."""
         return bool(self.layout[0] == _UNLIKE)
 
     def add(self, other: Sums, allocate: Allocate | None = None, by: np.ufunc = np.add) -> Sums:
@@ -203,7 +203,7 @@ class _Elements:
         self._constant: set[int] = set()  # ids of arrays that do not change later
 
     def put(self, flat: NDArray[Any], constant: bool = False) -> None:
-        """Adds a flat array."""
+        """Adds a flat array to those of its dtype; `constant`: its memory does not change later."""
         self._found.setdefault(flat.dtype, []).append(flat)
         if constant:
             self._constant.add(id(flat))

@@ -86,7 +86,11 @@ class _Pass:
         self._error: BaseException | None = None
 
     def run(self, call: Callable[[], bool]) -> None:
-        """Works on blocks in the caller's thread until all are done. `call` wakes helpers if there are idle cores."""
+        """Works on blocks in the caller's thread until all are done, then raises the first error of any thread.
+
+        Args:
+            call: wakes helpers; returns False if no core is idle.
+        """
         mine, called = 0, False
         try:
             while self._blocks:

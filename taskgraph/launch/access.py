@@ -68,14 +68,14 @@ def configured(name: str) -> str | None:
     if given:
         return given
     path = Path(_TOML)
-    if not _is_there(path):
+    if not _is_own_file(path):
         return None
     try:
         found = tomllib.loads(path.read_bytes().decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise JobError(f"{path.resolve()} cannot be read: {error}") from error
     for key, value in found.items():
-        if wrong := _wrong(key, value):
+        if wrong := _find_error(key, value):
             raise JobError(f"{path.resolve()}: {wrong}")
     value = found.get(name)
     if isinstance(value, bool):
@@ -83,8 +83,8 @@ def configured(name: str) -> str | None:
     return ",".join(value) if isinstance(value, list) else value
 
 
-def _is_there(path: Path) -> bool:
-    """Says whether the file is there. It must be the user's: it names the etcd, and that decides which code nodes run.
+def _is_own_file(path: Path) -> bool:
+    """Says whether the file is there, and checks its owner: it names the etcd, which decides what code nodes run.
 
     Raises:
         JobError: the file cannot be looked at; or any user may have put it there, as into /tmp.
@@ -107,8 +107,8 @@ def _is_there(path: Path) -> bool:
         raise JobError(f"{path.absolute()} cannot be read: {error.strerror}") from error
 
 
-def _wrong(key: str, value: object) -> str:
-    """Says what is wrong with a line of the file; "": nothing. An unknown word is an error: it would have no effect."""
+def _find_error(key: str, value: object) -> str:
+    """Says what is wrong with a line of `taskgraph.toml`; "": nothing. An unknown word is an error: it does nothing."""
     if key not in (*_TEXTS, *_FLAGS):
         table = ", outside of any table" if isinstance(value, dict) else ""
         return f"nothing here is called {key!r}; it may say {', '.join((*_TEXTS, *_FLAGS))}{table}"
@@ -227,7 +227,7 @@ def _password(path: str | None) -> tuple[str | None, Path | None]:
 
 
 def advice(error: CoordinationError) -> str:
-    """Says what to do about an etcd that refuses access; "": another error."""
+    """Says what to do if etcd refuses the user, the password or TLS; "": nothing is known about this error."""
     from taskgraph.coordination.etcd.failures import PermissionRefused
 
     said = str(error)

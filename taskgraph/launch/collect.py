@@ -109,46 +109,46 @@ def make_copies(result: JobResult, size: int) -> tuple[KeptJob, KeptJob]:
     try:
         if size >= _HOST_BYTES:
             neither = f"they take {mib(size)}, and less than {mib(_HOST_BYTES)} is kept"
-        elif (count := _elements(result.values, _NUMBERS)) > _NUMBERS:
+        elif (count := _count_elements(result.values, _NUMBERS)) > _NUMBERS:
             neither = f"they have {count:,} numbers or texts or more, and no more than {_NUMBERS:,} are kept"
         else:
-            here = _copy(result, _HOST_BYTES, "this host")
-            return here, here if _size(here.result) < _ETCD_BYTES else _copy(result, _ETCD_BYTES, "etcd")
+            here = _copy_within(result, _HOST_BYTES, "this host")
+            return here, here if _record_bytes(here.result) < _ETCD_BYTES else _copy_within(result, _ETCD_BYTES, "etcd")
     except Exception as error:  # a user's type may raise anything
         neither = f"they cannot be written as JSON ({error_text(error)})"
     return KeptJob(not_kept=neither), KeptJob(not_kept=neither)
 
 
-def _copy(result: JobResult, limit: int, place: str) -> KeptJob:
-    """Copies a result of less than `limit` bytes, else its values, if they are smaller."""
+def _copy_within(result: JobResult, limit: int, place: str) -> KeptJob:
+    """Returns a result as JSON of less than `limit` bytes, if need be without reports; else only why it is not kept."""
     less = f"and {place} keeps less than {mib(limit)}"
-    if (text := _written(result, limit)) is not None:
+    if (text := _json_within(result, limit)) is not None:
         return KeptJob(result=text)
-    if (text := _written(dataclasses.replace(result, reports=()), limit)) is not None:
+    if (text := _json_within(dataclasses.replace(result, reports=()), limit)) is not None:
         return KeptJob(result=text, not_kept=f"reports left out: with them the result is larger, {less}")
     return KeptJob(not_kept=f"as JSON they are larger, {less}")
 
 
-def _written(result: JobResult, limit: int) -> str | None:
-    """Writes a result as JSON, or returns None as soon as it takes `limit` bytes."""
+def _json_within(result: JobResult, limit: int) -> str | None:
+    """Returns a result as JSON; None if that takes `limit` bytes or more."""
     pieces, size = [], 0
     for piece in json_pieces(result):
         pieces.append(piece)
-        if (size := size + _size(piece)) >= limit:
+        if (size := size + _record_bytes(piece)) >= limit:
             return None
     return "".join(pieces)
 
 
-def _size(text: str) -> int:
-    """Returns the bytes that ASCII text takes in a record, which is JSON itself."""
+def _record_bytes(text: str) -> int:
+    """Returns the bytes that ASCII text takes as a text in a record, whose JSON escapes its quotes and backslashes."""
     return len(text) + text.count('"') + text.count("\\")
 
 
-def _elements(value: Any, limit: int) -> int:
+def _count_elements(value: Any, limit: int) -> int:
     """Counts the numbers and texts in a value; returns some number above `limit` if there are more."""
     if (known := user_codec_of(value)) is not None:
         with contextlib.suppress(Exception):  # a codec may raise anything: its error is one text
-            return _elements(known.encode(value), limit)
+            return _count_elements(known.encode(value), limit)
         return 1
     if isinstance(value, Mapping):
         value = list(value.values())
@@ -157,7 +157,7 @@ def _elements(value: Any, limit: int) -> int:
     if isinstance(value, list | tuple):
         count = 0
         for item in value:
-            if (count := count + _elements(item, limit - count)) > limit:
+            if (count := count + _count_elements(item, limit - count)) > limit:
                 break
         return count
     if not hasattr(value, "tolist"):

@@ -223,7 +223,7 @@ class Collector(Follower):
         await self._mark_collected(_with_place(in_etcd, where))
 
     async def keep_end(self, status: StatusRecord | None, otherwise: str = "", *, etcd: bool = True) -> None:
-        """Keeps on this host how the job ended.
+        """Writes on this host how the job ended, and what is left of its result; an error is logged.
 
         Otherwise the end and the values of an earlier run of this name would be taken for this one's.
 
@@ -273,7 +273,7 @@ class Collector(Follower):
         await self._note_lost()
 
     async def _note_lost(self) -> None:
-        """Notes in `kept` why the values of a finished job are lost, if they are."""
+        """Sets `kept` to the reason if the values of a finished job are lost: its nodes are gone, or gave them up."""
         view = self.view
         if self.finished and not view.collected and not view.live_nodes(self._spec.run):
             self.kept = KeptJob(not_kept=lost_text(self._spec.name, view.checkpoint, self._spec.unit))
@@ -284,7 +284,7 @@ class Collector(Follower):
                     self.kept = KeptJob(not_kept=found.not_kept)
 
     async def mark_taken(self) -> None:
-        """Lets the nodes go once a user's file has the values, which nothing else keeps."""
+        """Writes `collected`, which lets the nodes go: a user's file has the values, which nothing else keeps."""
         where = f"; `taskgraph result --json` wrote them on host {os.uname().nodename}"
         await self._mark_collected(KeptJob(not_kept=self.only_on_nodes + where))
 

@@ -53,7 +53,7 @@ class JobEntry:
 
     @property
     def stale(self) -> bool:
-        """Says whether the launcher has ended."""
+        """Says whether the launcher has ended, as its entry is not locked; False of an entry not written yet."""
         return self.path is not None and not _is_locked(self.path)
 
     @property
@@ -120,7 +120,7 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 def own_entries(folder: Path) -> list[Path]:
-    """Returns the entries of this process in a job's folder."""
+    """Returns the paths of the entries that this process has locked in a job's folder."""
     return [path for path in _own if path.parent == folder]
 
 

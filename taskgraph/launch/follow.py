@@ -140,7 +140,7 @@ class Follower:
 
     @property
     def has_work(self) -> bool:
-        """True while the followed run's nodes have something to do."""
+        """True while the followed run goes on, or has results that are not collected."""
         return self.view.has_work and self.view.spec_revision == self._run_at
 
     @property
@@ -220,9 +220,9 @@ class Follower:
             for event in self._incidents.take_finished(self.view):
                 self._report(event)
                 if event.kind == FAILOVER:
-                    await self._keep(event)
+                    await self._write_report(event)
 
-    async def _keep(self, event: Event) -> None:
+    async def _write_report(self, event: Event) -> None:
         """Writes the report of a failover to the job's events in etcd."""
         key = self.view.keys.event(f"{event.at:017.6f}-{event.kind}-{event.fields['node']}")
         try:

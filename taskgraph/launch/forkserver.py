@@ -140,7 +140,7 @@ class ForkServer:
         """Starts a process that becomes the node, and returns it."""
         process, asked = await self._start_process()
         with asked:
-            _ask(asked, config, fds, fork=False)
+            _send_request(asked, config, fds, fork=False)
         return process
 
     async def _fork_node(self, config: NodeConfig, fds: tuple[int, int]) -> Child:
@@ -148,8 +148,8 @@ class ForkServer:
         if self._socket is None or self._process is None:
             raise NotStarted("no node can be started: the fork server has ended")
         with adopting():
-            _ask(self._socket, config, fds, fork=True)
-            process, answering = self._process, asyncio.ensure_future(self._answer(self._socket))
+            _send_request(self._socket, config, fds, fork=True)
+            process, answering = self._process, asyncio.ensure_future(self._read_answer(self._socket))
             try:
                 answer = await asyncio.shield(answering)
                 if isinstance(pid := answer.get("pid"), int):
@@ -163,7 +163,7 @@ class ForkServer:
                     await asyncio.wait([ending])
                 raise
 
-    async def _answer(self, asked: socket.socket) -> dict[str, object]:
+    async def _read_answer(self, asked: socket.socket) -> dict[str, object]:
         """Reads the fork server's answer: the node's process id, or an error."""
         said, loop = b"", asyncio.get_running_loop()
         while not said.endswith(b"\n"):
@@ -186,7 +186,7 @@ class ForkServer:
 
 
 async def _end_all(process: asyncio.subprocess.Process, answering: asyncio.Future[dict[str, object]]) -> None:
-    """Ends the fork server, and the node that it was forking, however far that was."""
+    """Kills the fork server, and the node that it was asked to fork, if that was begun."""
     with adopting():
         signal_child(process, signal.SIGKILL)
         await process.wait()
@@ -199,8 +199,12 @@ async def _end_all(process: asyncio.subprocess.Process, answering: asyncio.Futur
                 await end_session(pid)
 
 
-def _ask(asked: socket.socket, config: NodeConfig, fds: tuple[int, int], *, fork: bool) -> None:
-    """Sends the request to start a node, with two descriptors: its pipe and its output."""
+def _send_request(asked: socket.socket, config: NodeConfig, fds: tuple[int, int], *, fork: bool) -> None:
+    """Sends the fork server a request for a node, with two descriptors: its pipe and its output.
+
+    Args:
+        fork: the fork server forks the node; False: the asked process becomes the node.
+    """
     request = json.dumps({"config": dataclasses.asdict(config), "fork": fork}).encode() + b"\n"
     with contextlib.suppress(BrokenPipeError):  # it has ended: reading the answer shows that
         socket.send_fds(asked, [request], fds)

@@ -73,7 +73,7 @@ _REPLACEMENTS = 5
 
 @dataclasses.dataclass
 class _Process:
-    """A node's process, and how it ended."""
+    """A node's process as its launcher knows it, with its end."""
 
     name: str
     node_id: str
@@ -215,8 +215,8 @@ class LocalNodes:
         return await server.start(config, log_path)
 
     @property
-    def alive(self) -> int:
-        """How many of the nodes run."""
+    def alive_count(self) -> int:
+        """The number of nodes whose process runs."""
         return sum(1 for p in self._processes.values() if p.code is None)
 
     def ids(self) -> frozenset[str]:
@@ -435,7 +435,7 @@ class LocalNodes:
         self._ended_well = True
         until = time.monotonic() + timeout_s
         most = until + code_s
-        while self.alive and time.monotonic() < min(until, most):
+        while self.alive_count and time.monotonic() < min(until, most):
             await self.wait(_RETRY_S)
             if self._running_code():
                 until = time.monotonic() + timeout_s

@@ -19,7 +19,7 @@ __all__ = ["move"]
 
 
 def move(store: Store, manifest: Manifest, services: dict[str, int], run: str) -> Manifest:
-    """Writes a checkpoint for other services, and returns its manifest. It is complete at once.
+    """Writes a checkpoint again, with the rows of tables moved to other numbers of servers; returns its manifest.
 
     Args:
         store: of the job as it is now.
@@ -32,15 +32,15 @@ def move(store: Store, manifest: Manifest, services: dict[str, int], run: str) -
         OSError: a file cannot be written.
     """
     name = replace(manifest.parsed_name, run=run[:8])
-    files = [store.write(name, task, value) for task, value in _values(store, manifest, services)]
+    files = [store.write(name, task, value) for task, value in _moved_values(store, manifest, services)]
     made = store.manifest(name, files)
     store.stage(made)
     store.finish(made.name)
     return made
 
 
-def _values(store: Store, manifest: Manifest, services: dict[str, int]) -> Iterator[tuple[int, Encoded]]:
-    """Yields the value of each task that has a file now."""
+def _moved_values(store: Store, manifest: Manifest, services: dict[str, int]) -> Iterator[tuple[int, Encoded]]:
+    """Yields number and value of each task that gets a file in the new checkpoint."""
     first = manifest.tasks - sum(manifest.services.values())
     for task in range(first):
         if (value := store.read(manifest, task)) is not None:

@@ -79,9 +79,9 @@ async def plan(
     await check_not_running(coordinator, keys)  # its checkpoints change while it runs
     start_point = dataclasses.replace(start_point, after=before.mod_revision if before is not None else 0)
     changed = resume == "changed"
-    expected = dataclasses.replace(_expected(spec), any_servers=True, any_driver=changed, epochs=spec.epochs)
+    expected = dataclasses.replace(_expected_job(spec), any_servers=True, any_driver=changed, epochs=spec.epochs)
     store = Store(spec.checkpoint, expected)
-    pointer, attempt = await _known_to_etcd(coordinator, spec, before)
+    pointer, attempt = await _read_pointer(coordinator, spec, before)
     checkpoints = await _look_in_thread(
         store, partial(_list_checkpoints, store, pointer, bool(resume)), spec.name, timeout_s
     )
@@ -94,8 +94,8 @@ async def plan(
         raise JobError(_which_text(spec, store, checkpoints))
     spec = dataclasses.replace(spec, checkpoint_series=checkpoints.series + 1, checkpoint_changed=changed)
     if resume and checkpoints.current:
-        checkpoints = await _with_services(store, checkpoints, spec)
-        return _go_on(spec, start_point, store, checkpoints, attempt)
+        checkpoints = await _move_services(store, checkpoints, spec)
+        return _start_from_checkpoint(spec, start_point, store, checkpoints, attempt)
     newest = checkpoints.names[0] if checkpoints.names else None
     if resume:
         _warn_of_beginning(spec, store, newest, unfinished=checkpoints.attempt > 0)
@@ -151,10 +151,8 @@ def _warn_of_beginning(spec: JobSpec, store: Store, newest: CheckpointName | Non
         )
 
 
-async def _with_services(store: Store, checkpoints: _Checkpoints, spec: JobSpec) -> _Checkpoints:
-    """Writes the usable checkpoint again if a table has another number of servers now; returns the checkpoints with
-    that one.
-    """
+async def _move_services(store: Store, checkpoints: _Checkpoints, spec: JobSpec) -> _Checkpoints:
+    """Writes the usable checkpoint again if a table has another number of servers now; it is then the usable one."""
     before = checkpoints.usable.manifest
     if before is None or before.services == spec.services:
         return checkpoints
@@ -174,11 +172,13 @@ async def _with_services(store: Store, checkpoints: _Checkpoints, spec: JobSpec)
     return dataclasses.replace(checkpoints, usable=dataclasses.replace(checkpoints.usable, manifest=manifest))
 
 
-def _go_on(
+def _start_from_checkpoint(
     spec: JobSpec, start_point: StartPoint, store: Store, checkpoints: _Checkpoints, attempt: int
 ) -> tuple[JobSpec, StartPoint]:
-    """Returns the spec and start point of a job that goes on from its newest usable checkpoint; `attempt`: the last one
-    in etcd.
+    """Returns spec and start point of a job that goes on from its usable checkpoint; CheckpointError if there is none.
+
+    Args:
+        attempt: the last one in etcd.
     """
     found = checkpoints.usable
     if found.manifest is None:
@@ -234,7 +234,7 @@ async def begin(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint
     if start_point.over is None:
         return
     assert spec.checkpoint is not None
-    store = Store(spec.checkpoint, _expected(spec))
+    store = Store(spec.checkpoint, _expected_job(spec))
     threads = PooledThreads("checkpoints", limit=1)
     try:
         async with asyncio.timeout(_SLOW_S):
@@ -261,7 +261,7 @@ async def finish_checkpoint(spec: JobSpec, pointer: CheckpointRecord) -> None:
     assert spec.checkpoint is not None
     threads = PooledThreads("checkpoints", limit=1)
     try:
-        store = Store(spec.checkpoint, _expected(spec))
+        store = Store(spec.checkpoint, _expected_job(spec))
         async with asyncio.timeout(_SLOW_S):
             await threads.run(lambda: store.finish(pointer.name))
     except (OSError, CheckpointError) as error:  # of which TimeoutError is one
@@ -270,14 +270,13 @@ async def finish_checkpoint(spec: JobSpec, pointer: CheckpointRecord) -> None:
         threads.close()
 
 
-def _expected(spec: JobSpec) -> ExpectedJob:
-    """Returns the job that a checkpoint must be of."""
+def _expected_job(spec: JobSpec) -> ExpectedJob:
+    """Returns what a checkpoint must say of its job, so that this job can go on from it."""
     return ExpectedJob(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, services=spec.services)
 
 
-async def _known_to_etcd(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:
-    """Returns the checkpoint that the pointer of the run `before` names in etcd, or None, and the run's last attempt,
-    or 0.
+async def _read_pointer(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:
+    """Reads from etcd which checkpoint the run `before` points to (None: none), and its last attempt (0: none).
 
     If that run kept its checkpoints in another directory, its pointer does not count.
     """

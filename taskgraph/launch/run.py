@@ -309,7 +309,7 @@ _CANCEL_S = 2.0
 async def _cancel_unbegun(
     follower: Follower, entry: JobEntry, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """Cancels the job after a start that failed, so that its name is free; adds a note if etcd refuses.
+    """Cancels the job after a start that failed with `error`, so that its name is free; adds a note if etcd refuses.
 
     A run that went further has written its end itself, unless etcd did not answer.
     """
@@ -360,7 +360,7 @@ def result(name: str, etcd: str | None = None) -> JobResult:
         kept = Runtime().finished(name)
     else:
         check_no_loop("tg.result(..., etcd=...)", "`await asyncio.to_thread(tg.result, name, etcd)`")
-        kept = asyncio.run(_kept(name, etcd))
+        kept = asyncio.run(_find_kept(name, etcd))
     if kept is None:
         raise UnknownJob(f"no finished job {name!r} is known here; pass etcd=... for one that ran elsewhere")
     found = kept.result_of(name)
@@ -369,7 +369,7 @@ def result(name: str, etcd: str | None = None) -> JobResult:
     return JobResult.from_json(json.dumps(found))
 
 
-async def _kept(name: str, etcd: str) -> KeptJob | None:
+async def _find_kept(name: str, etcd: str) -> KeptJob | None:
     """Returns what etcd has of a job; None: there is no such job."""
     async with opened(etcd, etcd_access()) as coordinator:
         return await find_kept(coordinator, name)

@@ -116,7 +116,7 @@ class Runtime:
 
     def put(self, entry: JobEntry) -> None:
         """Writes a job's first entry. Removes the folders of killed launchers, except for the last few."""
-        self._forget_stale()
+        self._remove_stale_folders()
         write_entry(self.folder(entry.name) / "job.json", entry)
 
     def join(self, entry: JobEntry) -> None:
@@ -127,7 +127,7 @@ class Runtime:
                 self.remove(entry.name)  # what a launcher that was killed left
                 self.put(entry)
             elif not found.embedded:  # else the job ends with its first launcher
-                for path in self._files(folder)[1:]:
+                for path in self._entry_paths(folder)[1:]:
                     if (known := read_entry(path)) is not None and known.stale:
                         remove_entry(path)
                 write_entry(folder / f"launcher-{entry.pid}-{secrets.token_hex(4)}.json", entry)
@@ -144,7 +144,7 @@ class Runtime:
                 remove_entry(path)
             if ours and self.find(entry.name) is None:
                 self.remove(entry.name)
-            elif folder.exists() and not any(path.exists() for path in self._files(folder)):
+            elif folder.exists() and not any(path.exists() for path in self._entry_paths(folder)):
                 with self.claim(entry.name) as alone:  # else the job begins again just now
                     if alone:
                         self.remove(entry.name)
@@ -176,14 +176,14 @@ class Runtime:
 
     def known(self, name: str) -> JobEntry | None:
         """Returns the entry of a job of this host, also if its launcher was killed; None: there is none."""
-        return self._entry(self._checked_folder(name)) if is_name(name) else None
+        return self._find_entry(self._checked_folder(name)) if is_name(name) else None
 
     def jobs(self) -> list[JobEntry]:
         """Returns an entry of each job that has a launcher here."""
         found = []
         for folder in self._folders():
             try:
-                entry = self._entry(folder)
+                entry = self._find_entry(folder)
             except TaskGraphError as error:  # one broken file hides no other job
                 log.warning("%s", error)
                 continue
@@ -195,17 +195,17 @@ class Runtime:
         """Returns the folders of all jobs."""
         return sorted(path for path in (self.root / "jobs").glob("*") if path.is_dir())
 
-    def _entry(self, folder: Path) -> JobEntry | None:
+    def _find_entry(self, folder: Path) -> JobEntry | None:
         """Returns the first entry whose launcher lives, else the first; None: the folder has none."""
-        entries = [entry for path in self._files(folder) if (entry := read_entry(path)) is not None]
+        entries = [entry for path in self._entry_paths(folder) if (entry := read_entry(path)) is not None]
         return next((entry for entry in entries if not entry.stale), entries[0] if entries else None)
 
     @staticmethod
-    def _files(folder: Path) -> list[Path]:
-        """Returns the paths of a job's entries; the first need not exist."""
+    def _entry_paths(folder: Path) -> list[Path]:
+        """Returns the paths of a job's entries, that of its first launcher first, whether it exists or not."""
         return [folder / "job.json", *sorted(folder.glob("launcher-*.json"))]
 
-    def _forget_stale(self) -> None:
+    def _remove_stale_folders(self) -> None:
         """Removes the folders of launchers that were killed, with or without an entry, except for the newest.
 
         The folder of a job that is just being begun has no entry yet, and is among the newest.
@@ -219,7 +219,7 @@ class Runtime:
     def _is_stale(self, folder: Path) -> bool:
         """Returns True if no launcher of a job's folder lives."""
         try:
-            entry = self._entry(folder)
+            entry = self._find_entry(folder)
         except TaskGraphError:
             return False
         return is_name(folder.name) and (entry is None or entry.stale)
@@ -285,7 +285,7 @@ class Runtime:
             shutil.rmtree(path.with_suffix(".logs"), ignore_errors=True)
 
     def forget_ended(self, name: str, kept: KeptJob | None) -> None:
-        """Forgets an earlier job of that name, which would be taken for one that now runs elsewhere.
+        """Removes what this host keeps of an earlier job of that name, which would pass for one that runs elsewhere.
 
         Args:
             kept: what was known of it; a later record stays.

@@ -127,9 +127,9 @@ class Supervisor:
                     await self._start(count)
                     if self._hooks.on_start is not None:
                         self._hooks.on_start(self._follower, self._nodes)
-                    found, result = await self._result()
+                    found, result = await self._wait_for_result()
             except TimeoutError:
-                raise await self._timed_out(timeout_s or 0.0) from None
+                raise await self._end_after_timeout(timeout_s or 0.0) from None
             await self._follower.let_go(found, result)
             others_s += self._spec.setting("cancel_s")
             await self._nodes.wait_to_end(_NODE_END_S, self._spec.setting("cancel_s"))
@@ -161,7 +161,7 @@ class Supervisor:
             await self._try_to_end(str(error), State.FAILED)
             raise JobFailed(str(error), job=self._spec.name) from error
 
-    async def _result(self) -> tuple[list[TaskResult], JobResult]:
+    async def _wait_for_result(self) -> tuple[list[TaskResult], JobResult]:
         """Waits for the job's end, and returns its results. Raises if all nodes or etcd end first, or the job cannot be
         followed.
         """
@@ -187,7 +187,7 @@ class Supervisor:
         if status.state != State.FINISHED:
             await self._follower.report_last_events()
             raise self._with_resume_hint(job_failed(self._spec.name, with_stalls(status, self._nodes.stalls)))
-        async with alongside(self._failed_after_all(), self._follower.results()) as (failed, collecting):
+        async with alongside(self._wait_for_failure(), self._follower.results()) as (failed, collecting):
             await any_done(failed, collecting)
             if failed.done():
                 await self._follower.report_last_events()
@@ -195,9 +195,10 @@ class Supervisor:
             found = collecting.result()
         return found, self._follower.assemble(found, time.monotonic() - self._began)
 
-    async def _failed_after_all(self) -> StatusRecord:
-        """Waits for a finished job to fail, since a `result()` raised; returns its status. A job that was rolled back
-        runs again.
+    async def _wait_for_failure(self) -> StatusRecord:
+        """Waits until a finished job fails all the same, as one whose `result()` raised; returns its status.
+
+        A roll-back, after which the job runs again, is no failure.
         """
         keeper, going_on = self._follower.keeper, (State.FINISHED, State.RUNNING)
         await keeper.wait_until(lambda v: v.status is None or v.status.record.state not in going_on, structure=True)
@@ -269,7 +270,7 @@ class Supervisor:
         )
 
     async def _use_collected(self) -> None:
-        """Keeps the results that another process collected, or notes why not."""
+        """Sets the follower's `kept` to the results that another process collected, or to why they are not known."""
         kept = self._runtime.finished(self._spec.name, self._spec.run)
         async with if_etcd_answers(_LAST_WORDS_S):
             kept = await find_kept(self._coordinator, self._spec.name) or kept
@@ -299,8 +300,8 @@ class Supervisor:
             job=self._spec.name,
         )
 
-    async def _timed_out(self, timeout_s: float) -> JobTimeout:
-        """Ends a job that reached its time limit, and makes the error."""
+    async def _end_after_timeout(self, timeout_s: float) -> JobTimeout:
+        """Ends a job that reached its time limit, and returns the error to raise."""
         what = f"did not end within {timeout_s:g} s; {await self._waits()}"
         await self._try_to_end(f"it {what}", State.FAILED)
         return self._with_resume_hint(JobTimeout(f"job {self._spec.name!r} {what}", job=self._spec.name))
@@ -318,7 +319,7 @@ class Supervisor:
         return waits_text(said, elastic=self._spec.elastic)
 
     async def _try_to_end(self, reason: str, state: str) -> None:
-        """Writes the job's end to etcd, if etcd answers."""
+        """Writes to etcd that the job ended, in this state; gives up if etcd refuses or does not answer in time."""
         async with if_etcd_answers(_LAST_WORDS_S):
             await self._follower.cancel_job(reason, state=state)
 
@@ -331,7 +332,7 @@ class Supervisor:
             await self._follower.mark_uncollected(self._uncollected)
 
     async def _wait_for_others(self, within_s: float) -> None:
-        """Waits until nodes of other launchers have left: they read in our etcd that they may."""
+        """Waits until nodes of other launchers have left, if our etcd ends with the job, where they read that."""
         keeper, run = self._follower.keeper, self._spec.run
         if self._etcd_ended is None or keeper.view.has_work:
             return
@@ -380,7 +381,7 @@ def end_reason(error: BaseException) -> str:
 
 def _report_deaths(nodes: LocalNodes) -> None:
     """Logs why all nodes here died before a job that did not fail was over: no event says so."""
-    if (codes := nodes.codes()) and not nodes.alive and codes.keys() == nodes.deaths().keys():
+    if (codes := nodes.codes()) and not nodes.alive_count and codes.keys() == nodes.deaths().keys():
         log.warning("every node started here had ended before the job was over\n%s", _log_tails(nodes))
 
 
@@ -532,6 +533,6 @@ async def _collect_at_end(follower: Collector, gone: asyncio.Future[None]) -> tu
 
 
 async def _leave_when(leave: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:
-    """Lets the nodes leave once `leave` is set."""
+    """Waits until `leave` is set; then has the nodes hand over and leave, within `within_s`."""
     await leave.wait()
     await nodes.leave(within_s + _NODE_END_S)

@@ -133,7 +133,7 @@ class Tracer:
         if not view.running:
             raise JobError(f"the job does not run ({_state_text(view)}): only a running job can be traced")
         if not self.every:
-            self.every = await self._find_every()
+            self.every = await self._choose_interval()
         stop = self._keeper.on_change(self._trace_new_nodes, structure=True)
         try:
             self._trace_new_nodes()
@@ -178,8 +178,8 @@ class Tracer:
                     trace.missing = f"it joined at {self.unit} {self.epoch}: what it did before"
                 self._follows[node] = asyncio.ensure_future(self._follow(trace))
 
-    async def _find_every(self) -> int:
-        """Measures the job's rate, and returns n: one epoch in n is traced."""
+    async def _choose_interval(self) -> int:
+        """Measures the job's epochs per second, and returns n: one epoch in n is traced."""
         seen = []
         for wait_s in (_RATE_S, 0.0):
             await self._keeper.load()

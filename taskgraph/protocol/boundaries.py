@@ -73,7 +73,7 @@ class Boundaries:
     def hold(self, boundary: Boundary, *, committed: bool) -> bool:
         """Stores a boundary. `committed`: its primary read it as committed, so it replaces pending ones.
 
-        Returns True if it is stored, or older than the committed one. Otherwise it must not be acknowledged.
+        Returns False if a roll-back undid it, or a later term or attempt committed: then it must not be acknowledged.
         """
         if boundary.stamp.attempt < self._floor:
             return False  # a roll-back undid its epoch

@@ -83,7 +83,7 @@ class CheckpointCollector:
     def note_file(self, written: WrittenFile) -> None:
         """Handles a primary's report of a file that it wrote, or could not write."""
         stamp, task = written.stamp, written.task
-        if self._is_before(stamp, task):
+        if self._primary_began_after(stamp, task):
             return  # a late report of an earlier primary
         self._last_report[task] = max(stamp, self._last_report.get(task, stamp))
         if stamp in self._left_out and written.size:
@@ -92,13 +92,13 @@ class CheckpointCollector:
         if written.size or task not in files:  # otherwise an earlier primary has written it
             files[task] = written
         if len(self._files) > 2 * _MAX_COLLECTED:  # the next `find_complete` may be late
-            self._keep(select_sparse(self._files, _MAX_COLLECTED))
+            self._keep_only(select_sparse(self._files, _MAX_COLLECTED))
 
-    def term_began(self, task: int, at: Stamp) -> None:
-        """Notes a task's new primary, whose term began at `at` or later. It writes files of later boundaries only."""
+    def note_primary(self, task: int, at: Stamp) -> None:
+        """Notes that a task has a new primary, whose term began at `at` or later: it writes no earlier files."""
         self._primary_began_at[task] = at
 
-    def _is_before(self, stamp: Stamp, task: int) -> bool:
+    def _primary_began_after(self, stamp: Stamp, task: int) -> bool:
         """True if the task's current primary began after the boundary, so it writes no file of it."""
         at = self._primary_began_at.get(task)
         return at is not None and stamp.epoch < at.epoch and stamp.attempt <= at.attempt
@@ -113,7 +113,9 @@ class CheckpointCollector:
         if stamp == self._completed:
             return None  # it is complete
         files, needed = self._files.get(stamp, {}), files_needed(view, self._tasks) or ()
-        lacking = (t for t in sorted(needed) if self._is_before(stamp, t) and not (t in files and files[t].size))
+        lacking = (
+            t for t in sorted(needed) if self._primary_began_after(stamp, t) and not (t in files and files[t].size)
+        )
         return next(lacking, None)
 
     def give_up(self, view: JobView) -> dict[Stamp, int | None]:
@@ -134,7 +136,7 @@ class CheckpointCollector:
             failed = [task for task, written in files.items() if not written.size and task in needed]
             if failed:
                 self._given_up[stamp] = min(failed)
-            elif (whole is None or stamp > whole) and self._has_missing_file(stamp, needed - files.keys()):
+            elif (whole is None or stamp > whole) and self._will_lack_file(stamp, needed - files.keys()):
                 self._given_up.setdefault(stamp, None)
         found = {stamp: self._given_up[stamp] for stamp in sorted(self._files) if stamp in self._given_up}
         for stamp in found:
@@ -143,9 +145,11 @@ class CheckpointCollector:
         self._given_up = {stamp: self._given_up[stamp] for stamp in sorted(self._given_up)[-_MAX_GIVEN_UP:]}
         return found
 
-    def _has_missing_file(self, stamp: Stamp, tasks: Iterable[int]) -> bool:
+    def _will_lack_file(self, stamp: Stamp, tasks: Iterable[int]) -> bool:
         """True if one of these tasks will never report a file of this boundary."""
-        return any(self._last_report.get(task, stamp) > stamp or self._is_before(stamp, task) for task in tasks)
+        return any(
+            self._last_report.get(task, stamp) > stamp or self._primary_began_after(stamp, task) for task in tasks
+        )
 
     def find_complete(self, view: JobView) -> tuple[Stamp, tuple[WrittenFile, ...]] | None:
         """Returns the newest complete boundary with its files, or None."""
@@ -158,11 +162,11 @@ class CheckpointCollector:
         kept = select_sparse((stamp for stamp in self._files if whole is None or stamp > whole), _MAX_COLLECTED)
         if whole is not None:
             kept.append(whole)
-        self._keep(kept)
+        self._keep_only(kept)
         return None if whole is None else (whole, tuple(self._files[whole][task] for task in sorted(needed)))
 
-    def _keep(self, kept: Iterable[Stamp]) -> None:
-        """Keeps these boundaries, and leaves all others out."""
+    def _keep_only(self, kept: Iterable[Stamp]) -> None:
+        """Keeps the files of these boundaries, and drops those of all others: they become no checkpoints."""
         files = {stamp: self._files[stamp] for stamp in kept}
         self._left_out |= self._files.keys() - files.keys()
         self._left_out.difference_update(sorted(self._left_out)[:-_MAX_LEFT_OUT])

@@ -167,7 +167,7 @@ class Leader:
         self._restart: tuple[int, str] | None = None  # the latest epoch that cannot complete, and why
 
     def gather_by(self, ahead: int) -> None:
-        """Sets how many complete epochs make a commit: half of `ahead`, so tasks can continue while it is written."""
+        """Makes commits wait for several complete epochs: half of `ahead`, so tasks can go on while one is written."""
         self.enough = max(1, (ahead + 1) // 2)
 
     def begin(self, stamp: Stamp) -> None:
@@ -181,7 +181,7 @@ class Leader:
         for epoch in [epoch for epoch in self._reports if epoch < stamp.epoch]:
             del self._reports[epoch]
             self._awaited_epochs.discard(epoch)
-        self._update()
+        self._update_ready()
         if self._restart is not None and self._restart[0] < stamp.epoch:
             self._restart = None
 
@@ -229,11 +229,11 @@ class Leader:
             if len(found.reports) == tasks:
                 look = True
         if look:
-            self._update()
+            self._update_ready()
         return counts
 
-    def _update(self) -> None:
-        """Updates `ready` and `urgent`."""
+    def _update_ready(self) -> None:
+        """Computes `ready` and `urgent` again, after a report or a new stamp."""
         assert self.stamp is not None
         at = self.stamp.epoch
         self.ready = self.is_complete(at)
@@ -259,7 +259,7 @@ class Leader:
             self._restart = (epoch, why)
 
     def note_sealed(self, task: int, term: int, version: int) -> None:
-        """Notes that the task accepted the seal, so that it is not sent again."""
+        """Notes that the task accepted the seal, so that the seal is not sent again."""
         self._sealed[task] = (term, version)
 
     def reports(self, epoch: int | None = None) -> dict[int, Report]:
@@ -297,7 +297,7 @@ class Leader:
         return found.done == self._tasks - 1 and (own is None or not own.done)
 
     def is_complete(self, epoch: int) -> bool:
-        """True if every task has reported on the epoch."""
+        """True if every task has reported on the epoch, idle or done."""
         found = self._reports.get(epoch)
         return found is not None and len(found.reports) == self._tasks
 

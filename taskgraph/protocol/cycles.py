@@ -251,7 +251,11 @@ def _distances(waits: Mapping[int, Sequence[Wait]]) -> dict[int, int]:
 
 
 def _distance(wait: Wait, task: int, steps: Mapping[int, int]) -> float:
-    """Returns the number of waits between a wait and its likely cause."""
+    """Returns the number of waits between a wait and its likely cause: 0 if it is for no other task; inf: unknown.
+
+    Args:
+        steps: of `_distances`.
+    """
     if wait.kind == "order":
         return 1 + steps.get(task, inf)
     return 1 + steps.get(wait.task, inf) if wait.kind in _OTHER_TASK_KINDS else 0

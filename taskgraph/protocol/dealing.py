@@ -51,7 +51,7 @@ _ENDED_PASSES: Final = 16
 
 
 class Verdict(StrEnum):
-    """What follows from an error in a piece."""
+    """What becomes of a piece in which user code raised an error."""
 
     AGAIN = "again"
     SET_ASIDE = "set aside"
@@ -126,7 +126,7 @@ class Ledger:
     # -- events -----------------------------------------------------------------------------------
 
     def deal(self, holder: str, most: int, now: float) -> list[Ticket]:
-        """Deals up to `most` pieces to a holder: open ones, else one that takes too long elsewhere."""
+        """Deals up to `most` pieces to a holder: open ones, else a single one that takes too long elsewhere."""
         dealt: list[Ticket] = []
         while len(dealt) < most:
             current = next((one for one in self._open if one.open), None)
@@ -141,7 +141,7 @@ class Ledger:
         return dealt
 
     def claim(self, holder: str, pass_number: int, pieces: Collection[int], now: float) -> list[Ticket]:
-        """Deals pieces to a holder that has their results already, unless they are finished or done."""
+        """Deals pieces to a holder that has their results already, not finished or done ones. Returns those dealt."""
         at = self._pass(pass_number)
         claimed = at.claim(holder, pieces, now) if at else []
         self._open_passes()
@@ -177,7 +177,7 @@ class Ledger:
         return True
 
     def fail(self, holder: str, ticket: Ticket, text: str) -> Verdict:
-        """Counts an error of user code in a piece. Returns what follows.
+        """Counts an error of user code in a piece. Returns what becomes of the piece.
 
         Args:
             ticket: as it was dealt: the same error twice counts once.
@@ -200,7 +200,7 @@ class Ledger:
         return Verdict.SET_ASIDE
 
     def put_aside(self, holder: str, ticket: Ticket, text: str) -> bool:
-        """Sets a piece aside, as too many errors do. Returns False if the holder does not have it."""
+        """Sets a piece aside in its pass, as too many errors do. Returns False if the holder does not have it."""
         at = self._pass(ticket.pass_number)
         taken = at.take(holder, ticket.piece) if at else None
         if at is None or taken is None:
@@ -317,16 +317,16 @@ class Ledger:
         """Pieces of the first open pass without a holder."""
         return self._open[0].open if self._open else 0
 
-    def next_late(self, now: float) -> float | None:
+    def next_slow_at(self, now: float) -> float | None:
         """Returns the time at which the next dealt piece becomes slow (see `slow`); None: none will."""
-        if (limit := self._limit()) is None:
+        if (limit := self._slow_after_s()) is None:
             return None
         since = (max(dealing.holders.values()) for at in self._open for dealing in at.dealt.values())
         return min((one + limit for one in since if one + limit >= now), default=None)
 
     def slow(self, now: float) -> list[Slow]:
         """Returns the dealt pieces that take longer than `straggler` times the median, the longest first."""
-        limit = self._limit()
+        limit = self._slow_after_s()
         if limit is None:
             return []
         found: list[Slow] = []
@@ -340,7 +340,7 @@ class Ledger:
     # -- as a value -------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns the ledger as a value that travels; as large as what is under way."""
+        """Returns the ledger as plain data, for `of`. Its size grows only with the number of pieces under way."""
         return {
             "options": list(self._options),
             "next_pass": self._next_pass,
@@ -371,7 +371,7 @@ class Ledger:
         return next((one for one in self._open if one.number == number), None)
 
     def _open_passes(self) -> None:
-        """Opens the next pass if it is due."""
+        """Opens the next pass if none is open, or with `overlap` if the only open pass has no open piece left."""
         options = self._options
         if not options.pieces or (options.passes is not None and self._next_pass >= options.passes):
             return
@@ -387,14 +387,14 @@ class Ledger:
 
     # -- stragglers -------------------------------------------------------------------------------
 
-    def _limit(self) -> float | None:
-        """Returns the seconds after which a dealt piece is slow; None: not known yet, or stragglers do not count."""
+    def _slow_after_s(self) -> float | None:
+        """Returns the seconds after which a dealt piece is slow; None: no piece is done yet, or `straggler` is 0."""
         typical = self.typical_s
         return None if typical is None or not self._options.straggler else typical * self._options.straggler
 
     def _slowest(self, holder: str, now: float) -> tuple[Pass, int] | None:
-        """Returns the piece that takes too long and was dealt first, among those that this holder does not have."""
-        limit = self._limit()
+        """Returns the slow piece that was dealt first, of those that this holder does not have; None: there is none."""
+        limit = self._slow_after_s()
         if limit is None:
             return None
         late = [

@@ -66,7 +66,7 @@ def hint(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do after a device error. With neither text, the process ends now.
+    """Whether the job or the process ends after a device error. With neither text, the process ends now.
 
     Attributes:
         fail: why the job has to fail; "": it continues.

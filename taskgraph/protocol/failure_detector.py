@@ -99,8 +99,8 @@ class FailureDetector:
         self._view: JobView | None = None
         self._gone_revision = -1  # of the view's `gone` that was read last
 
-    def _of(self, node: str) -> _Evidence:
-        """Returns what is known of a node; begins with nothing."""
+    def _evidence_of(self, node: str) -> _Evidence:
+        """Returns the evidence on a node, which is made empty if there was none."""
         return self._known.setdefault(node, _Evidence())
 
     def state(self, node: str) -> State:
@@ -138,7 +138,7 @@ class FailureDetector:
         """
         self._view = view
         for node in named:
-            if node not in view.nodes and self._of(node).absent_since is None:
+            if node not in view.nodes and self._evidence_of(node).absent_since is None:
                 self._known[node].absent_since = now
         for node, known in self._known.items():
             if node not in named or node in view.nodes:
@@ -153,7 +153,7 @@ class FailureDetector:
         return changed
 
     def overdue(self, view: JobView, now: float, limit_s: float) -> list[str]:
-        """Returns the nodes whose key has been absent for a time, sorted: they are to be declared gone.
+        """Returns the nodes whose key has been absent for `limit_s`, sorted: the caller declares them gone.
 
         Args:
             view: the newest one, which may not have been read yet.
@@ -163,23 +163,23 @@ class FailureDetector:
 
     def lease_changed(self, node: str, lease: int, ended: bool) -> None:
         """Notes that a lease has ended, or was extended after all: a new leader of etcd extends every lease."""
-        self._of(node).ended_lease = lease if ended else None
+        self._evidence_of(node).ended_lease = lease if ended else None
 
     # -- ports ------------------------------------------------------------------------------------
 
     def refusing_port(self, node: str | None) -> RefusingPort | None:
-        """Returns since when a node's port refuses connections; None: it does not, as far as known."""
+        """Returns the record of a node's refusing port; None: the port is not known to refuse, or there is no node."""
         known = None if node is None else self._known.get(node)
         return None if known is None else known.refusing
 
     def port_counts(self, node: str) -> bool:
-        """True unless the port is known to refuse, or the node proved alive although it refuses."""
+        """True if a refusal of the node's port would be news: none is known, nor did the node prove alive after one."""
         known = self._known.get(node)
         return known is None or (known.refusing is None and not known.trusted)
 
     def port_refused(self, node: str, now: float) -> None:
         """Notes that all endpoints of a node refused a probe's connections. Call it only if its port counts."""
-        self._of(node).refusing = RefusingPort(now)
+        self._evidence_of(node).refusing = RefusingPort(now)
 
     def connection_lost(self, node: str) -> None:
         """Notes that a connection to the node broke: from now on its port counts again."""
@@ -191,14 +191,14 @@ class FailureDetector:
 
         Returns True if it was suspected for its port.
         """
-        known = self._of(node)
+        known = self._evidence_of(node)
         was, known.refusing, known.trusted = known.refusing, None, trusted
         return was is not None
 
     def refusing(self, view: JobView, now: float) -> tuple[list[str], list[str]]:
-        """Returns the registered nodes whose port refuses, to be probed again; and those that proved alive since.
+        """Returns the registered nodes whose port refuses, in two lists: those to probe again, and living ones.
 
-        After a TTL they have: a lease that was not renewed would have expired.
+        A node is alive whose key is there a TTL after the refusal: a lease that was not renewed would have expired.
 
         Args:
             view: the newest one, which may not have been read yet.
@@ -227,10 +227,10 @@ class FailureDetector:
     # -- answers ----------------------------------------------------------------------------------
 
     def expect_answers(self, nodes: Iterable[str], now: float) -> None:
-        """Counts the silence of these nodes from now on, and of no others."""
+        """Expects answers of these nodes, and of no others: counts their silence from now on."""
         expected = {*nodes}
         for node in expected:
-            self._of(node)
+            self._evidence_of(node)
         for node, known in self._known.items():
             known.heard_at, known.silent = (now if node in expected else None), False
 
@@ -269,8 +269,8 @@ class FailureDetector:
             for known in self._known.values():
                 known.absent_before = known.absent_since is not None
 
-    def restart(self, now: float) -> None:
-        """Counts all times from now on: this node was frozen or cut off, and could not see the others."""
+    def restart_times(self, now: float) -> None:
+        """Counts absences and refusals from now on: this node was frozen or cut off, and could not see the others."""
         for known in self._known.values():
             known.absent_since = None if known.absent_since is None else now
             if known.refusing is not None:

@@ -25,7 +25,7 @@ class Fatal:
     deaths: dict[str, GoneRecord]
 
     def counts(self, ran: RunningCode) -> bool:
-        """True if `ran` is code of this task and epoch."""
+        """True if `ran` is code of this task in this epoch, or in a replica that was never primary."""
         return ran.task == self.task and ran.epoch in (self.epoch, -1)
 
 

@@ -71,7 +71,7 @@ class InSync:
         return tuple(self._current)
 
     def add(self, key: Key) -> bool:
-        """Adds a boundary. Returns True if there are other nodes."""
+        """Adds a boundary that members must acknowledge. Returns True if the set has nodes beside the primary."""
         current = self._current
         if not current or key > current[-1]:
             current.append(key)
@@ -137,7 +137,7 @@ class InSync:
             self._set_place(node, Place.CANDIDATE)
 
     def drop_candidate(self, node: str) -> bool:
-        """Drops a candidate. Returns False if the node may be a member."""
+        """Drops a candidate. Returns False, and changes nothing, if the node is none: it may be a member."""
         if self._place.get(node) is Place.CANDIDATE:
             self._set_place(node, None)
             return True

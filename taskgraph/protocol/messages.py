@@ -193,7 +193,7 @@ class Pull(_Message, frozen=True, tag=True):
     count: int = 1
 
     def each(self, number: int) -> Pull:
-        """Returns the pull for the epoch at this index, counted from 0."""
+        """Returns one of the `count` calls that this pull stands for: the one for the epoch `number` after its own."""
         stamp = Stamp(self.stamp.attempt, self.stamp.epoch + number)
         return Pull(stamp, self.sender, self.sender_term, self.task, self.tag)
 

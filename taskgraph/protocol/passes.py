@@ -51,7 +51,7 @@ class Dealing:
 
 
 class Options(NamedTuple):
-    """The arguments of a ledger."""
+    """The arguments of a work queue's ledger (`protocol.dealing.Ledger`)."""
 
     pieces: int
     passes: int | None
@@ -171,7 +171,7 @@ class Pass:
         heapq.heappush(self.again, dealing.place)
 
     def take(self, holder: str, piece: int) -> tuple[int, float | None] | None:
-        """Ends the dealing of a piece. Returns its place, and since when the holder had it (None: it had finished).
+        """Takes a piece from all its holders. Returns its place, and since when this one had it (None: finished).
 
         Returns None if the holder does not have the piece.
         """

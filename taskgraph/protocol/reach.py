@@ -74,7 +74,7 @@ def refusal_reason(ours: NodeRecord, other: NodeRecord) -> str:
                 f"is for its own user. Start it with --listen HOST, or all nodes of this host as one user"
             )
         return (
-            f"{us} cannot be reached by {them}: it listens at {_addresses(ours)}, which is for its own host. Start it "
+            f"{us} cannot be reached by {them}: it listens at {_address_of(ours)}, which is for its own host. Start it "
             f"with --listen HOST, a name or address of this host that the others know"
         )
     if _out_of_reach(other, ours):
@@ -84,7 +84,7 @@ def refusal_reason(ours: NodeRecord, other: NodeRecord) -> str:
                 f"is for its own user. Start that one again with --listen HOST, or all nodes of this host as one user"
             )
         return (
-            f"{them} cannot be reached by {us}: it listens at {_addresses(other)}, which is for its own host. Start "
+            f"{them} cannot be reached by {us}: it listens at {_address_of(other)}, which is for its own host. Start "
             f"that one again with --listen HOST, or all nodes on its host"
         )
     return ""
@@ -104,8 +104,8 @@ def _on_same_host(one: NodeRecord, other: NodeRecord) -> bool:
     return not set(map(host_of, _unix_keys(one))).isdisjoint(map(host_of, _unix_keys(other)))
 
 
-def _addresses(node: NodeRecord) -> str:
-    """Describes the addresses of a node that cannot be reached."""
+def _address_of(node: NodeRecord) -> str:
+    """Describes where a node listens that other hosts cannot reach: its loopback addresses, or a unix socket."""
     return " and ".join(_loopback_addresses(node)) or "a unix socket alone"
 
 

@@ -24,7 +24,7 @@ __all__ = ["Move", "Succession", "find_stranded", "remaining_nodes", "sole_copie
 
 
 class Move(StrEnum):
-    """The move of a node for a task."""
+    """What one node does now for a task whose primary may have failed."""
 
     NOTHING = "nothing"
     TAKE_OVER = "take over"  # a member, `rank` steps after the first one
@@ -53,7 +53,7 @@ def succession(
     unseated: bool = False,
     dropped: bool = False,
 ) -> Succession:
-    """Decides the move of node `me` for one task.
+    """Decides whether node `me` takes the task over now, rolls the job back, reports the task lost, or does nothing.
 
     Args:
         suspects: nodes that are gone, or whose port refuses connections, lease ended or key is absent.
@@ -101,7 +101,7 @@ def find_stranded(view: JobView) -> int | None:
 
 
 def remaining_nodes(view: JobView, run: str, node: str) -> list[str]:
-    """Returns the nodes that can take over the tasks of a leaving node."""
+    """Returns the live nodes of a run, other than `node`, that do not drain: they can take over the tasks of `node`."""
     return [other for other, record in view.live_nodes(run).items() if other != node and not record.draining]
 
 

@@ -48,7 +48,7 @@ __all__ = [
     "register",
     "remove_member",
     "restart",
-    "resume",
+    "resume_node",
     "roll_back",
     "take_over",
     "take_over_from_nothing",
@@ -82,7 +82,7 @@ def register(view: JobView, node: str, record: NodeRecord) -> Txn:
     )
 
 
-def resume(view: JobView, node: str, record: NodeRecord) -> Txn:
+def resume_node(view: JobView, node: str, record: NodeRecord) -> Txn:
     """Puts the key of a node again after a pause, if no primary changed since `view`.
 
     It compares the node's own key, too: an earlier try with a lost answer may still be executed. After a later try it
@@ -309,7 +309,7 @@ def _compare_members_gone(view: JobView, task: int, node: str | None) -> Iterabl
 
 
 def _takeover_reads(view: JobView, task: int) -> tuple[Op, ...]:
-    """Reads what `decode_takeover` decodes."""
+    """Builds the reads of a takeover, whose results `decode_takeover` decodes."""
     return (Get(view.keys.epoch), Get(view.keys.members(task), prefix=True), Get(view.keys.primary(task)))
 
 

@@ -207,7 +207,7 @@ class JobView:
             if before is None or before.attempt != record.attempt:
                 self.attempt_revision = kv.mod_revision
             return
-        match self._split(kv.key):
+        match self._split_key(kv.key):
             case ["spec"]:
                 self.spec, self.spec_revision = kv.value, kv.mod_revision
                 self._first_spec_revision = self._first_spec_revision or kv.mod_revision
@@ -237,7 +237,7 @@ class JobView:
 
     def _delete(self, key: str) -> None:
         """Clears the field of a key that was deleted."""
-        match self._split(key):
+        match self._split_key(key):
             case ["spec"]:
                 self.spec, self.spec_revision = None, 0
             case ["epoch"]:
@@ -270,8 +270,8 @@ class JobView:
         if known is not None and known.record.running_code:
             del self._deaths[bisect.bisect_left(self._deaths, (_last_running_epoch(known.record), node))]
 
-    def _split(self, key: str) -> list[str]:
-        """Returns the parts of a key below the job's root."""
+    def _split_key(self, key: str) -> list[str]:
+        """Splits a key below the job's root at its slashes."""
         return key[len(self.keys.root) :].split("/")
 
     # -- reading ----------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ async def launched(
                 yield rig
             finally:
                 await nodes.stop(0.0)
-                assert nodes.alive == 0 and list((folder / "run" / "s").iterdir()) == []
+                assert nodes.alive_count == 0 and list((folder / "run" / "s").iterdir()) == []
     finally:
         shutil.rmtree(folder)
 
@@ -237,7 +237,7 @@ def same(found: dict[int, np.ndarray], expected: dict[int, np.ndarray]) -> bool:
 async def test_nodes_leave_after_collection(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 3) as rig:
         await rig.nodes.start(3)
-        assert rig.nodes.alive == 3 and sorted(rig.nodes.pids()) == ["n1", "n2", "n3"]
+        assert rig.nodes.alive_count == 3 and sorted(rig.nodes.pids()) == ["n1", "n2", "n3"]
         for name, pid in rig.nodes.pids().items():
             command = command_of(pid)
             assert rig.entry.token not in command and rig.entry.etcd not in command
@@ -335,7 +335,7 @@ async def test_second_sigterm_ends_the_node(embedded_etcd: EmbeddedEtcd) -> None
         await rig.committed(0)
         os.kill(rig.nodes.pids()["n1"], signal.SIGTERM)
         await rig.draining("n1")
-        assert rig.nodes.alive == 1, "there is nobody to hand over to"
+        assert rig.nodes.alive_count == 1, "there is nobody to hand over to"
         await asyncio.sleep(1.0)  # what comes sooner is the same order
         os.kill(rig.nodes.pids()["n1"], signal.SIGTERM)
         assert await rig.ended() == ("n1", 143), "long before it would have left by itself (drain_s)"

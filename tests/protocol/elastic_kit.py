@@ -240,7 +240,7 @@ class World:
             elif peer.core.position > before:
                 peer.totals.append(sums[Span(0, 0)])
                 peer.own = {}
-        elif isinstance(content, core.Holds) and not peer.core.holds(sender, content.view, content.position):
+        elif isinstance(content, core.Holds) and not peer.core.note_holds(sender, content.view, content.position):
             self.net.append(message)
         self.carry_out(peer)
 
@@ -269,7 +269,7 @@ class World:
         peer.summed = self.operation(peer) or ""
         (view, position), peer.summing = peer.summing or (-1, -1), None
         self.note(f"{peer.name} gets the sum of {position}")
-        peer.core.summed(view, position)
+        peer.core.note_summed(view, position)
         self.carry_out(peer)
 
     def add_slice(self, peer: Peer) -> None:
@@ -302,7 +302,7 @@ class World:
         if len(set(there)) > 1:
             raise Broken(f"E1: {peer.name} joins the slices {there} of {action.position}")
         peer.summed, peer.joining = str(there[0]), None
-        peer.core.summed(action.view, action.position)
+        peer.core.note_summed(action.view, action.position)
 
     def slice_of(self, peer: Peer, action: core.SumTogether, owner: str) -> str | None:
         return peer.slices.get((action.view, action.position, owner))
@@ -332,14 +332,14 @@ class World:
                 peer.own |= sums
             self.note(f"{peer.name} finished {', '.join(map(str, sums))} of {position}")
             self.reach(peer)
-            worker.computed(position, tuple(sums), large=self.large)
+            worker.note_computed(position, tuple(sums), large=self.large)
         elif peer.user < worker.position:
             peer.user += 1
             if peer.user == worker.position < self.steps and self.rng.random() < 0.7:
                 self.compute(peer, worker.give_parts_ahead()[1])
         elif peer.user == self.steps:
             peer.ended = True
-            worker.ended()
+            worker.note_ended()
         elif peer.begun < peer.user:
             self.reach(peer)
         else:

@@ -229,14 +229,14 @@ def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     collected.note_file(written(6, 0))
     collected.note_file(unwritten(6, 1))
     for task in (0, 1):
-        after.term_began(task, Stamp(1, 6))  # and their primaries wrote what these could not
+        after.note_primary(task, Stamp(1, 6))  # and their primaries wrote what these could not
         after.note_file(written(6, task))
     assert after.find_complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
     assert collected.give_up(view) == {}
     world.commit()
     assert collected.give_up(world.view()) == {Stamp(1, 6): 1}
     late = CheckpointCollector(2)
-    late.term_began(0, Stamp(1, 7))
+    late.note_primary(0, Stamp(1, 7))
     for task in (0, 1):
         late.note_file(written(6, task))
     assert late.find_complete(world.view()) is None, "so it is nothing to leaders after it"
@@ -258,7 +258,7 @@ def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
     collected, view = CheckpointCollector(2), world.view()
     collected.note_file(written(3, 1))
     assert collected.blocking_task(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
-    collected.term_began(0, Stamp(1, 4))
+    collected.note_primary(0, Stamp(1, 4))
     assert collected.blocking_task(view, Stamp(1, 3)) == 0
     assert collected.give_up(view) == {Stamp(1, 3): None}, "nothing failed"
     assert [collected.blocking_task(view, Stamp(1, epoch)) for epoch in (4, 5)] == [None, None], (
@@ -272,7 +272,7 @@ def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
 def test_report_before_a_new_primary_counts(world: World) -> None:
     collected, view = CheckpointCollector(2), world.view()
     collected.note_file(written(3, 1))
-    collected.term_began(1, Stamp(1, 6))
+    collected.note_primary(1, Stamp(1, 6))
     assert collected.blocking_task(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
     collected.note_file(written(3, 0))
     assert collected.find_complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
@@ -285,7 +285,7 @@ def test_complete_boundary_survives_many_reports(world: World) -> None:
     collected, view = CheckpointCollector(2), world.view()
     for task in (0, 1):
         collected.note_file(written(3, task))
-    collected.term_began(1, Stamp(1, 6))
+    collected.note_primary(1, Stamp(1, 6))
     whole = collected.find_complete(view)
     assert whole is not None and whole[0] == Stamp(1, 3)
     for epoch in range(4, 100):

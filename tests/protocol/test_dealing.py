@@ -233,7 +233,7 @@ def test_a_finished_piece_is_no_straggler_and_is_open_again_when_its_holder_is_l
     assert ledger.dealt() == {"a": [second]}
     assert ledger.finished("a") == [first]
     assert ledger.has("a", second) and not ledger.has("a", first)
-    assert ledger.next_late(0.5) == 1 and ledger.next_late(2) is None
+    assert ledger.next_slow_at(0.5) == 1 and ledger.next_slow_at(2) is None
     assert ledger.deal("b", 9, 5) == [second]
     assert ledger.finish("b", second, 6)
     assert not ledger.finish("a", second, 7), "the result of b is kept"

@@ -14,7 +14,7 @@ def alone_after_a_step(parts: int) -> Worker:
     worker.read_view(View(0, 0, (Entry("a", 0),)))
     worker.begin(parts, b"")
     assert worker.take_parts() == list(range(parts))
-    worker.computed(0, [Span(part, part + 1) for part in range(parts)])
+    worker.note_computed(0, [Span(part, part + 1) for part in range(parts)])
     assert worker.position == 1
     worker.take_actions()
     return worker
@@ -25,7 +25,7 @@ def test_parts_given_ahead_are_not_given_again() -> None:
     assert worker.give_parts_ahead() == (4, (0, 1, 2, 3))
     worker.begin(4, b"")
     assert worker.take_parts() == []
-    worker.computed(1, [Span(0, 2), Span(2, 3), Span(3, 4)])
+    worker.note_computed(1, [Span(0, 2), Span(2, 3), Span(3, 4)])
     assert worker.position == 2
 
 

@@ -30,10 +30,10 @@ def test_late_message_of_an_excluded_worker_holds_nothing_up() -> None:
     worker.enter(0)
     worker.read_view(view)
     worker.report("B", view, Report(0, whole=True))
-    worker.holds("C", 0, 0)  # of the view before
+    worker.note_holds("C", 0, 0)  # of the view before
     worker.begin(2, b"")
     worker.contribution("B", Contribution(1, 0, (Span(1, 2),), b""))
     assert worker.take_parts() == [0]
-    worker.computed(0, [Span(0, 1)])
-    worker.holds("B", 1, 1)
+    worker.note_computed(0, [Span(0, 1)])
+    worker.note_holds("B", 1, 1)
     assert worker.stable == 1

@@ -64,13 +64,13 @@ def total_completed_without_a_worker(patch: pytest.MonkeyPatch) -> None:
 
 def flush_ends_without_all_reports(patch: pytest.MonkeyPatch) -> None:
     def hear(self: Worker, name: str, report: Report) -> None:
-        _hear(self, name, report)
+        _take_report(self, name, report)
         if self.phase == Phase.FLUSHING and len(self._reports) * 2 > len(self.view.workers):  # type: ignore[union-attr]
             for other in self.view.workers:  # type: ignore[union-attr]
                 self._reports.setdefault(other, Report(self.position, False))
-            _hear(self, name, report)
+            _take_report(self, name, report)
 
-    patch.setattr(Worker, "_hear", hear)
+    patch.setattr(Worker, "_take_report", hear)
 
 
 def reports_before_it_stops(patch: pytest.MonkeyPatch) -> None:
@@ -116,11 +116,11 @@ def newcomer_counts_as_survivor(patch: pytest.MonkeyPatch) -> None:
 
 def newcomer_is_whole_before_it_holds_the_totals(patch: pytest.MonkeyPatch) -> None:
     def hear(self: Worker, name: str, report: Report) -> None:
-        _hear(self, name, report)
+        _take_report(self, name, report)
         if self._outcome is not None:
             self.whole = True
 
-    patch.setattr(Worker, "_hear", hear)
+    patch.setattr(Worker, "_take_report", hear)
 
 
 def total_counts_outside_before_it_is_stable(patch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,12 @@ def early_contributions_survive_a_view(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Worker, "read_view", read_view)
 
 
-_covered, _hear, _read_view, _contribution = Exchange.covered, Worker._hear, Worker.read_view, Worker.contribution
+_covered, _take_report, _read_view, _contribution = (
+    Exchange.covered,
+    Worker._take_report,
+    Worker.read_view,
+    Worker.contribution,
+)
 _keep, _settle = Round.keep, flush.settle
 
 PLANTS: dict[Plant, int] = {
@@ -260,7 +265,7 @@ def slices_are_joined_before_all_contributed(patch: pytest.MonkeyPatch) -> None:
     def deliver(self: World, message: Message) -> None:
         peer, content, view = self.peers[message[1]], message[2], self.peers[message[1]].core.view
         if isinstance(content, SliceSum) and view is not None and view.number == content.view:
-            peer.core.summed(content.view, content.position)
+            peer.core.note_summed(content.view, content.position)
             peer.summed = peer.summed or message[3][Span(0, 0)]
         _deliver(self, message)
 

@@ -55,7 +55,7 @@ def test_no_node_becomes_absent_during_a_pause() -> None:
     world.delete(world.keys.node("b"))
     found.read_view(world.view(), ALL, 2.0)
     assert found.suspects == {"a"}, "it was absent before"
-    found.restart(9.0)
+    found.restart_times(9.0)
     found.resume()
     found.read_view(world.view(), ALL, 9.5)
     assert found.suspects == {"a", "b"}

@@ -41,7 +41,7 @@ def _register(world: World, view: JobView) -> Txn:
 
 
 def _resume(world: World, view: JobView) -> Txn:
-    return transactions.resume(view, "a", node_record("a"))
+    return transactions.resume_node(view, "a", node_record("a"))
 
 
 def _update_node(world: World, view: JobView) -> Txn:

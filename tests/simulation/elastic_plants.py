@@ -77,7 +77,7 @@ def a_flush_ends_without_all_reports(patch: pytest.MonkeyPatch) -> None:
                 self._reports.setdefault(other, Report(self.position, False))
             heard(self, name, report)
 
-    _changed(patch, Worker, "_hear", hear)
+    _changed(patch, Worker, "_take_report", hear)
 
 
 @plant
@@ -155,7 +155,7 @@ def tags_are_not_compared(patch: pytest.MonkeyPatch) -> None:
         exchange.tags = dict.fromkeys(exchange.tags, self._round.tag)
         completed(self)
 
-    _changed(patch, Worker, "_complete", complete)
+    _changed(patch, Worker, "_act_on_contributions", complete)
     _changed(patch, UserCall, "give_state", _with_a_wrong_state)
 
 

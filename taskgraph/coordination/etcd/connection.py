@@ -174,7 +174,7 @@ class Connection:
         return self.options.endpoints[self._current]
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Moves from a failed endpoint to the next one, and cancels its streams, whose readers reopen them.
+        """Moves calls and streams from a failed endpoint, if it is the one in use, to the next one, if there is one.
 
         The kernel of a frozen member keeps the connection open, so a watch alone would notice only after 15 s.
         """
@@ -183,9 +183,9 @@ class Connection:
         if endpoint != self.endpoint or not self._has_several:
             return
         self._current = (self._current + 1) % len(self.options.endpoints)
-        self._leave_streams(endpoint)
+        self._cancel_streams(endpoint)
 
-    def _leave_streams(self, endpoint: Endpoint) -> None:
+    def _cancel_streams(self, endpoint: Endpoint) -> None:
         """Cancels the streams to an endpoint, so that their readers open others."""
         for stream in tuple(self._streams):
             if stream.endpoint == endpoint:
@@ -207,7 +207,7 @@ class Connection:
         log.info("etcd's files were renewed: %s is connected to as they say", endpoint.target)
         # A try may outlast its timeout for a moment, if the event loop was busy.
         self._former_channels[self._channels[endpoint]] = asyncio.get_running_loop().time() + 2 * self.options.timeout_s
-        self._leave_streams(endpoint)
+        self._cancel_streams(endpoint)
         self._channels[endpoint], self._files_of[endpoint] = channel, files
         self._calls = {key: call for key, call in self._calls.items() if key[0] != endpoint}
 
@@ -315,7 +315,7 @@ class Connection:
         return stream
 
     def check_cluster(self, endpoint: Endpoint, header: v3.ResponseHeader) -> None:
-        """Checks that an answer from `endpoint` is of the connection's cluster.
+        """Checks that an answer from `endpoint` is of the connection's cluster, which the first answer determines.
 
         If all endpoints belong to another cluster, etcd was set up anew, perhaps with its data. That cluster
         is then the connection's cluster.
@@ -352,7 +352,7 @@ class Connection:
 
     @property
     def _has_several(self) -> bool:
-        """True if there are several endpoints."""
+        """True if the options name several endpoints."""
         return len(self.options.endpoints) > 1
 
     def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:

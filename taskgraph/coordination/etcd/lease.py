@@ -233,7 +233,7 @@ class EtcdLease:
                 self._loop.call_soon_threadsafe(self._ended.set)
 
     def _log_failure(self, endpoint: Endpoint, why: str) -> None:
-        """Notes why a renewal failed, and logs it now and then."""
+        """Keeps the reason of a failed renewal for `trouble`, and logs it at most once in a while."""
         self._trouble = f"etcd {endpoint.target}: {why}"
         now = time.monotonic()
         if now >= self._logged_at.get(endpoint, -math.inf) + _LOG_INTERVAL_S:

@@ -62,7 +62,7 @@ class LoginFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoggedIn:
-    """The result of a successful login."""
+    """A successful login: the member that was asked, and its answer, which has the token."""
 
     endpoint: Endpoint
     answer: v3.AuthenticateResponse
@@ -113,7 +113,10 @@ class Login:
         return "" if since is None else f"logging in to etcd takes {time.monotonic() - since:.0f} s"
 
     def join_or_begin(self, endpoint: Endpoint) -> Future[LoggedIn]:
-        """Joins the login that is under way, or begins one at `endpoint`. Its exception is a `LoginFailed`."""
+        """Returns the future of the login under way, of one that ended meanwhile, or of a new one at `endpoint`.
+
+        Its exception is a `LoginFailed`.
+        """
         with self._lock:
             if self._under_way is not None:
                 return self._under_way

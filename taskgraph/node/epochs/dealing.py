@@ -74,7 +74,7 @@ class Dealers:
                     news = False
                 if found is not None:
                     return found
-                late = dealer.ledger.next_late(loop.time())
+                late = dealer.ledger.next_slow_at(loop.time())
                 await self._wait_for_change(_WAIT_S if late is None else min(_WAIT_S, late - loop.time() + 0.001))
                 if attempt.cancelled:
                     raise Refused(Reason.ATTEMPT_GONE, "the attempt is over")

@@ -324,7 +324,7 @@ class Registration:
             self._reconcile()  # stale primaries step down now: the transaction names those that stay
             if node.id in node.keeper.view.gone:
                 return  # `reconcile` ends the node
-            txn = transactions.resume(node.keeper.view, node.id, self._make_record())
+            txn = transactions.resume_node(node.keeper.view, node.id, self._make_record())
             result = await node.coordinator.txn(txn)
         except CoordinationError as error:
             if str(error) != self._why_paused:  # it may repeat ten times a second

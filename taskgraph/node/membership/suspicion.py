@@ -152,7 +152,7 @@ class Suspicion:
 
     def note_lease_proved(self) -> None:
         """Notes that this node's lease is proved again, and gives the other nodes a moment to prove theirs."""
-        self.detector.restart(self._node.now())
+        self.detector.restart_times(self._node.now())
         self._grace = self._node.own(self._wait_for_others(), "others come back")
 
     async def _wait_for_others(self) -> None:
@@ -219,7 +219,7 @@ class Suspicion:
             await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
             me = self._node
             if me.paused or self._unproved():
-                self.detector.restart(me.now())  # a frozen node may come here before it sees that it has to pause
+                self.detector.restart_times(me.now())  # a frozen node may come here before it sees that it has to pause
                 continue
             probed, alive = self.detector.refusing(me.keeper.view, me.now())
             for node in alive:

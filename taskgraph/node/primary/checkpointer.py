@@ -56,7 +56,7 @@ class Checkpointer:
         self._terms_generation = 0  # the revision of `generation` at that look
         self._sweep_wanted = asyncio.Event()  # there may be new useless files
         self._removing = asyncio.Lock()
-        self._collected.term_began(0, primary.took_over_at)
+        self._collected.note_primary(0, primary.took_over_at)
         self._finished = ""  # the last checkpoint whose manifest was written again after the pointer
 
     def note_files(self, message: WrittenFiles) -> Accepted:
@@ -96,7 +96,7 @@ class Checkpointer:
             terms = {task: primary.record.term for task, primary in view.primaries.items()}
             for task, term in terms.items():
                 if term > self._terms.get(task, term):
-                    self._collected.term_began(task, self._stamp_at_look)
+                    self._collected.note_primary(task, self._stamp_at_look)
             self._terms, self._terms_generation = terms, view.generation_revision
             self._sweep_wanted.set()
         if view.stamp is not None:

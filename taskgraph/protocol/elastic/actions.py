@@ -94,7 +94,7 @@ class Complete:
 
 @frozen
 class SumTogether:
-    """Add up what this worker contributed with what all others did, in the same way on all workers; then call `summed`.
+    """Add up the contributions of all workers, in the same way on each of them; then call `note_summed`.
 
     Attributes:
         spans: of all workers; together they have all parts.

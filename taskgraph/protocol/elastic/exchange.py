@@ -41,7 +41,7 @@ class DueParts(NamedTuple):
 
     @classmethod
     def of(cls, view: View, parts: int, outcome: Outcome | None = None) -> DueParts:
-        """Deals the parts of a position.
+        """Returns the parts that each worker of a view has to contribute to a position.
 
         Args:
             parts: their number.
@@ -100,14 +100,14 @@ class Exchange:
         self.received.setdefault(worker, set()).update(contribution.spans)
 
     def covered(self, worker: str, due: Mapping[str, frozenset[int]]) -> bool:
-        """True if the worker contributed all that it has to."""
+        """True if the spans received from the worker have all parts that it is due to contribute."""
         spans = self.received.get(worker)
         return spans is not None and due[worker].issubset({part for span in spans for part in span.parts})
 
     def decide(
         self, view: View, position: int, dealt: DueParts, tag: bytes, *, together: bool
     ) -> Complete | SumTogether | Differ | None:
-        """Returns what follows from the contributions; None: nothing yet.
+        """Decides if the total can be made, all workers have to add up together, or tags differ; None: wait for more.
 
         Tags are compared as soon as there is one of each worker: workers that differ may wait for different parts.
 

@@ -42,7 +42,7 @@ class Report:
 
 @frozen
 class Outcome:
-    """What follows from the reports of a view.
+    """The decisions of a flush, which every worker of the view makes alike from all reports.
 
     Attributes:
         position: of the view (M in the module).
@@ -83,7 +83,7 @@ def _dealt(parts: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[int,
 
 
 def settle(view: View, reports: Mapping[str, Report]) -> Outcome | None:
-    """Returns what follows from the reports of all workers of a view; None if no whole worker is left."""
+    """Decides, from all reports of a view, where it goes on, and who sends or computes what; None: none is whole."""
     if not any(reports[w].whole for w in view.workers):
         return None
     position = max(reports[w].position for w in view.workers if reports[w].whole)
@@ -107,9 +107,9 @@ def settle(view: View, reports: Mapping[str, Report]) -> Outcome | None:
 
 
 def _sources(held: Iterable[tuple[Span, str]]) -> dict[Span, str]:
-    """Chooses the largest spans, and of the same span the most senior holder. `held` is in order of seniority.
+    """Returns span -> the worker to send its sum: the largest spans held, each with its most senior holder.
 
-    Any two spans of the tree are disjoint, or one contains the other.
+    `held` is in order of seniority. Any two spans of the tree are disjoint, or one contains the other.
     """
     chosen: dict[Span, str] = {}
     for span, worker in sorted(held, key=lambda pair: (pair[0].first - pair[0].end, pair[0].first)):

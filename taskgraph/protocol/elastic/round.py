@@ -77,7 +77,7 @@ class Round:
         return tuple(sorted(self.own)), tuple(sorted(self.begun - self._held()))
 
     def keep(self, outcome: Outcome) -> tuple[Span, ...]:
-        """Keeps the spans that this worker is the source of. Returns the others."""
+        """Keeps the spans that the flush made this worker the source of, and drops the others, which it returns."""
         kept = {
             span
             for span in self.own
@@ -114,7 +114,7 @@ class Round:
         self.parts, self.tag = parts, tag
 
     def deal(self, view: View, outcome: Outcome | None) -> list[Merge]:
-        """Deals the parts in this view. Returns the sums to make of what this worker holds already.
+        """Deals the parts in this view. Returns the additions that are possible with what this worker holds already.
 
         Args:
             outcome: of the view's flush, if the flush ended at this position.
@@ -126,7 +126,7 @@ class Round:
         merged: list[Merge] = []
         for span in sorted(self.own):
             if span in self.own:  # not added to its neighbour meanwhile
-                merged += self._add(span)
+                merged += self._add_span(span)
         return merged
 
     def take_parts(self, most: int | None) -> list[int]:
@@ -137,9 +137,9 @@ class Round:
         return taken
 
     def finish(self, spans: Iterable[Span]) -> tuple[list[Merge | Drop], tuple[Span, ...]]:
-        """Takes the parts of these spans, which user code has finished.
+        """Notes that user code has finished the parts of these spans.
 
-        Returns what to do with their sums, and the targets that have some of these parts.
+        Returns which sums to add up or drop, and the targets that have some of these parts.
         """
         changes: list[Merge | Drop] = []
         finished: set[int] = set()
@@ -148,7 +148,7 @@ class Round:
                 self.own.add(span)  # the outcome of the flush says whether it is kept
             elif self.due[self._me].issuperset(span.parts):
                 self.waiting = [part for part in self.waiting if part not in span.parts]  # dealt again meanwhile
-                changes += self._add(span)
+                changes += self._add_span(span)
                 finished.update(span.parts)
             else:  # some of its parts have another source: this worker computes the others anew
                 self.begun.difference_update(span.parts)
@@ -156,8 +156,8 @@ class Round:
                 changes.append(Drop((span,)))
         return changes, tuple(target for target in self.targets if not finished.isdisjoint(target.parts))
 
-    def _add(self, span: Span) -> list[Merge]:
-        """Holds a span. Returns the sums that it makes possible, each after its halves."""
+    def _add_span(self, span: Span) -> list[Merge]:
+        """Adds a span to those held. Returns the additions that it makes possible, up the tree to a target."""
         self.own.add(span)
         merged: list[Merge] = []
         while span not in self.targets:

@@ -39,7 +39,7 @@ class Stability:
         self._known = {w: max(report.position, self._known.get(w, 0)) for w, report in reports.items()}
 
     def note_working(self, worker: str) -> bool:
-        """Notes that a worker has the reports of all. Returns True if that was not known."""
+        """Notes that a worker works in the view: it has the reports of all. Returns True if that was not known."""
         was_known = worker in self._working
         self._working.add(worker)
         return not was_known
@@ -49,7 +49,7 @@ class Stability:
         self._known[worker] = max(position, self._known.get(worker, 0))
 
     def grow(self) -> bool:
-        """Raises `position` to the lowest one of the workers. Returns True if it grew. Not before the flush ended."""
+        """Raises `position` to the lowest one of the workers. Returns True if it grew. Call it after the flush."""
         lowest = min(self._known.values())
         grows = lowest > self.position
         self.position = max(lowest, self.position)

@@ -61,7 +61,7 @@ def next_view(
 
 
 def leavers(job: JobView, lost: Workers) -> Workers:
-    """Returns the workers that drain, unless no worker would be left."""
+    """Returns the nodes that drain; none of them if the view would have no worker left, without the lost ones."""
     draining = frozenset(node for node, known in job.nodes.items() if known.record.draining)
     inside = set() if job.workers is None else set(View.of(job.workers.record).workers)
     return draining if inside - draining - lost else frozenset()
@@ -88,7 +88,7 @@ def must_go_on_alone(
 def count_returns(job: JobView, sums: int) -> tuple[int, int]:
     """Returns `returns` and `returned_to` (`WorkersRecord`) of the lineage that begins now, after this number of sums.
 
-    It counts only if the process of a worker ended, and no command meant it to.
+    Unless a worker's process ended without a command, they stay as they are in the view before.
     """
     if job.workers is None:
         return 0, 0

@@ -53,7 +53,7 @@ def parent(span: Span, parts: int) -> Span | None:
 
 
 def cover(parts: Collection[int], of: int) -> tuple[Span, ...]:
-    """Returns the fewest spans of the tree of `of` parts that have exactly these parts, in order."""
+    """Returns the fewest spans that together have exactly these parts, in order, in the tree of `of` parts."""
     return _cover(frozenset(parts), of)
 
 

@@ -157,18 +157,18 @@ class Worker:
         self._stability.begin_view()
         report = Report(self.position, self.whole, held, begun)
         self._actions.append(SendReport(view, report))
-        self._hear(self._me, report)
+        self._take_report(self._me, report)
 
     def report(self, worker: str, view: View, report: Report) -> bool:
         """Takes the report of another worker, which names its view. Returns False if this worker may be about to enter
         by that view: keep the report until then."""
         self.read_view(view)
         if self.view == view and self.phase == Phase.FLUSHING:
-            self._hear(worker, report)
+            self._take_report(worker, report)
         return not (self.view == view and self.phase == Phase.OUTSIDE and self._me in view.workers)
 
-    def _hear(self, worker: str, report: Report) -> None:
-        """Takes a report of this worker's view. The last one ends the flush."""
+    def _take_report(self, worker: str, report: Report) -> None:
+        """Keeps a report of this worker's view. The last one ends the flush: this worker works, or lacks totals."""
         assert self.view is not None
         self._reports.setdefault(worker, report)
         if not self._reports.keys() >= set(self.view.workers):
@@ -229,9 +229,9 @@ class Worker:
             self._receive(worker, contribution)
         self._note_position(self._me, self.position)
 
-    def holds(self, worker: str, view: int, position: int) -> bool:
-        """Takes the message that a worker of the view holds all totals below a position. Returns False if it is of a
-        view that this worker has not read: keep it until then."""
+    def note_holds(self, worker: str, view: int, position: int) -> bool:
+        """Takes another worker's message that it holds all totals below a position. Returns False if it is of a view
+        that this worker has not read: keep the message until then."""
         if view > self.number:
             return False
         if view == self.number and self.phase != Phase.OUTSIDE:
@@ -247,7 +247,7 @@ class Worker:
             self._actions.append(Stable(self.stable))
 
     def _note_stable(self) -> None:
-        """Tells the caller if more totals are stable than before."""
+        """Adds an action `Stable` if more totals are stable than before."""
         if self._outcome is not None and self._stability.grow():
             self._actions.append(Stable(self.stable))
 
@@ -269,7 +269,7 @@ class Worker:
         self._deal()
 
     def _deal(self) -> None:
-        """Deals the parts of the position at work, and sends what is complete, unless that is too early."""
+        """Deals the parts of the position at work, once user code is there, and sends the targets that are complete."""
         if self.phase != Phase.WORKING or not self._round.parts or self._round.due:
             return
         assert self.view is not None and self._outcome is not None
@@ -281,8 +281,8 @@ class Worker:
         """Returns parts that user code is to compute; they stay with this worker. []: none are there for now."""
         return self._round.take_parts(most)
 
-    def computed(self, position: int, spans: Iterable[Span], *, large: bool = False) -> None:
-        """Takes the parts of these spans, which user code has finished and added up.
+    def note_computed(self, position: int, spans: Iterable[Span], *, large: bool = False) -> None:
+        """Notes that user code has finished the parts of these spans, and that their sums are there.
 
         Args:
             large: see `Contribution`.
@@ -306,7 +306,7 @@ class Worker:
         contribution = Contribution(self.number, self.position, ready, self._round.tag, large, apart)
         self._actions.append(Contribute(contribution, owners))
         self._receive(self._me, contribution)
-        self._complete()
+        self._act_on_contributions()
 
     def contribution(self, worker: str, contribution: Contribution) -> bool:
         """Takes a contribution. Returns False if it is of a view that this worker has not read: keep it until then."""
@@ -315,7 +315,7 @@ class Worker:
         if contribution.view == self.number and self.phase != Phase.OUTSIDE:
             self._receive(worker, contribution)
             self._note_position(worker, contribution.position, at_work=True)
-            self._complete()
+            self._act_on_contributions()
         return True
 
     def _receive(self, worker: str, contribution: Contribution) -> None:
@@ -325,8 +325,8 @@ class Worker:
         elif contribution.position == self.position:
             self._round.exchange.receive(worker, contribution)
 
-    def _complete(self) -> None:
-        """Acts on the contributions, once those of all workers are there: usually completes the position at work."""
+    def _act_on_contributions(self) -> None:
+        """Completes the position at work, or adds up together, or reports unequal tags, once all contributed."""
         if self.phase != Phase.WORKING:
             return
         assert self.view is not None
@@ -337,13 +337,13 @@ class Worker:
         if isinstance(found, Complete):
             self._advance()
 
-    def summed(self, view: int, position: int) -> None:
+    def note_summed(self, view: int, position: int) -> None:
         """Notes that this worker has the total that the workers of a view have added up together."""
         if self.phase == Phase.WORKING and (view, position) == (self.number, self.position):
             self._round.exchange.summed = True
-            self._complete()
+            self._act_on_contributions()
 
-    def ended(self) -> None:
+    def note_ended(self) -> None:
         """Notes that user code has returned: it reaches no later position."""
         self._ended = True
         if self.phase == Phase.WORKING:

@@ -72,7 +72,7 @@ class SimStore(MemoryStore):
         self._revived.update(lease.id for lease in self._leases.values() if lease.ends_at() <= now)
         for lease in self._leases.values():
             lease.renewed_at = now
-        self._schedule()
+        self._set_timer()
 
     def has_ended(self, lease_id: int, within_s: float) -> bool:
         """True if the TTL of a lease is over, was over at any time, or will be over within the given time."""
@@ -82,7 +82,7 @@ class SimStore(MemoryStore):
     def restart_timers(self) -> None:
         """Lets the clock run again after it was stopped: leases expire."""
         self.stopped = False
-        self._schedule()
+        self._set_timer()
 
 
 class Client(Protocol):

@@ -71,7 +71,7 @@ async def launched(
         yield nodes
     finally:
         await nodes.stop(0.0)
-        assert nodes.alive == 0 and not nodes._replacing and not nodes._watches
+        assert nodes.alive_count == 0 and not nodes._replacing and not nodes._watches
         await coordinator.close()
 
 

@@ -285,7 +285,7 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
         job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
         with pytest.raises(JobFailed) as failed:
             async with asyncio.timeout(30):
-                await job._result()
+                await job._wait_for_result()
         job._uncollected = "the run ended before they were collected"
         await job._finish(0.0, 0.0)
     finally:
@@ -319,7 +319,7 @@ async def test_result_on_this_host_counts_without_etcd(monkeypatch: pytest.Monke
     try:
         with pytest.raises(JobFailed, match="`taskgraph result fit` has its values"):
             async with asyncio.timeout(30):
-                await Supervisor(SPEC, ENTRY, etcd, follower, Hooks())._result()
+                await Supervisor(SPEC, ENTRY, etcd, follower, Hooks())._wait_for_result()
     finally:
         await follower.stop()
 
