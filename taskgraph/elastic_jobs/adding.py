@@ -17,11 +17,11 @@ from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Finished", "Merging", "Outgoing", "Total", "chain_digest"]
+__all__ = ["FinishedParts", "Merging", "Outgoing", "Total", "chain_digest"]
 
 
 def chain_digest(tag: bytes, total: Sums) -> bytes:
-    """Returns a digest of all totals so far, from that of the totals before this one."""
+    """Returns the digest of all totals up to `total`, made from `tag`, the digest of the totals before it."""
     digest = xxhash.xxh3_128(tag)
     digest.update(repr(total.layout).encode())
     for array in total.arrays:
@@ -32,11 +32,11 @@ def chain_digest(tag: bytes, total: Sums) -> bytes:
 
 
 class Total:
-    """A total that is made when it is first wanted, in any thread.
+    """The total of a position. It is added up when it is first read, in the thread that reads it.
 
     Args:
-        make: adds it up.
-        nbytes: the memory of what it is made of.
+        make: adds it up, and returns it.
+        nbytes: the memory of the sums that `make` adds up.
     """
 
     def __init__(self, make: Callable[[], Sums], nbytes: int) -> None:
@@ -47,16 +47,17 @@ class Total:
 
     @classmethod
     def of(cls, sums: Sums) -> Total:
-        """Makes one that is added up already."""
+        """Returns a total that is added up already: `sums`."""
         return cls(lambda: sums, sums.nbytes)
 
     @property
     def nbytes(self) -> int:
-        """The memory that it takes."""
+        """The memory that is taken by the total, or, until it is added up, by the sums that it is made of."""
         with self._lock:
             return self._nbytes if self._sums is None else self._sums.nbytes
 
     def sums(self) -> Sums:
+        """Returns the total; the first call adds it up."""
         with self._lock:
             if self._sums is None:
                 assert self._make is not None
@@ -77,7 +78,7 @@ class Outgoing(NamedTuple):
     values: dict[str, Encoded]
 
 
-class Finished(NamedTuple):
+class FinishedParts(NamedTuple):
     """Parts that user code has finished.
 
     Attributes:
@@ -90,11 +91,11 @@ class Finished(NamedTuple):
 
 
 class Merging:
-    """The sums of the parts that user code has got, while it computes them.
+    """Adds up the sums of the parts that user code was dealt, along the tree, as it finishes them.
 
     Args:
-        dealt: these parts.
-        of: the number of all parts.
+        dealt: the numbers of these parts.
+        of: the number of all parts of the position.
     """
 
     def __init__(self, dealt: Collection[int], of: int, allocate: Allocate) -> None:
@@ -104,7 +105,7 @@ class Merging:
         self._held: dict[Span, Sums] = {}
 
     def add(self, part: int, sums: Sums) -> None:
-        """Adds the sum of a part."""
+        """Takes the sum of a finished part, and adds it to those of the spans around it that are complete now."""
         span = Span(part, part + 1)
         self._held[span] = sums
         while span not in self._targets:
@@ -116,13 +117,13 @@ class Merging:
             self._held[above] = self._held.pop(first).add(self._held.pop(second), self._allocate)
             span = above
 
-    def take(self, encode: Callable[[Sequence[Sums]], Outgoing | None]) -> Finished | None:
-        """Takes what is added up; None: no span of the tree is.
+    def take(self, encode: Callable[[Sequence[Sums]], Outgoing | None]) -> FinishedParts | None:
+        """Removes and returns the sums of complete spans; None: no span is complete.
 
         Args:
-            encode: encodes large sums.
+            encode: encodes the sums for the other workers; returns None if they are small.
         """
         sums = {span: self._held.pop(span) for span in self._targets if span in self._held}
         if not sums:
             return None
-        return Finished(sums, encode(list(sums.values())))
+        return FinishedParts(sums, encode(list(sums.values())))

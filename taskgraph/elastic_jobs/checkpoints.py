@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic job: the state, the position and the reports, and no workers. Any number of them goes on.
+"""Checkpoints of an elastic job: the state, the position and the reports, and no workers. Any number goes on from one.
 
     state between two steps ──stable──► file ──► staged manifest ──► pointer in etcd ──► final manifest
 
@@ -91,8 +91,8 @@ class Checkpoints:
                 except (OSError, CheckpointError, CoordinationError) as error:
                     node.events.emit("checkpoint failed", f"{error}; the job goes on with the one before")
 
-    async def finish(self) -> None:
-        """Writes missing final manifests, until cancelled: a writer may have died after it had put the pointer."""
+    async def write_missing_manifests(self) -> None:
+        """On the most senior worker, writes a final manifest that a dead writer left out; until cancelled."""
         node, keeper = self._node, self._node.keeper
         if node.spec.checkpoint is None:
             return
@@ -111,19 +111,19 @@ class Checkpoints:
 
     @property
     def _unfinished(self) -> str:
-        """The checkpoint that the pointer names, if its final manifest may be missing; "": none."""
+        """The checkpoint that the pointer in etcd names, if its final manifest may be missing; "": there is none."""
         pointer = self._node.keeper.view.checkpoint
         return pointer.record.name if pointer is not None and pointer.record.name != self._finished else ""
 
     def _is_useful(self, copy: StateCopy, lineage: int) -> bool:
-        """True if the job runs in this lineage, and has no checkpoint as late as this state."""
+        """True if the job runs in this lineage, and has no checkpoint that is as new as this state."""
         job = self._node.keeper.view
         if not job.running or job.workers is None or job.workers.record.lineage != lineage:
             return False
         return job.checkpoint is None or job.checkpoint.record.epoch < copy.position
 
     async def _write(self, copy: StateCopy) -> None:
-        """Writes a state as a checkpoint, and points to it, unless the job writes none now."""
+        """Writes a state as a checkpoint, and points to it in etcd, unless the job has ended or has one as new."""
         node, job, store = self._node, self._node.keeper.view, self._reader.store
         if job.epoch is None or job.workers is None or not self._is_useful(copy, job.workers.record.lineage):
             return

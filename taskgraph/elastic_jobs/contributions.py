@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.elastic_jobs.adding import Finished, Outgoing, Total
+from taskgraph.elastic_jobs.adding import FinishedParts, Outgoing, Total
 from taskgraph.elastic_jobs.slices import Slices, encode_slices
 from taskgraph.graph.sums import Sums, add_up, decode_sums, encode_sums
 from taskgraph.protocol.elastic.actions import Contribution, SumTogether
@@ -35,7 +35,7 @@ __all__ = ["Contributions"]
 
 
 class Contributions:
-    """The values of one worker's position at work.
+    """The sums of one worker's position at work: its own, and those received from the other workers of the view.
 
     Args:
         together: makes the totals of what the workers of a view hold; None: all workers send each other their sums.
@@ -59,15 +59,15 @@ class Contributions:
     # -- what this worker computed ----------------------------------------------------------------
 
     def encode_ahead(self, sums: Sequence[Sums]) -> Outgoing | None:
-        """Encodes large sums for the others of the view, in user code's thread. None: they are small, or not sent."""
+        """Encodes large sums for the other workers, in user code's thread. None: small, or for a process group."""
         dealt = self._core.dealt
         if self._together is not None or not any(each.is_large for each in sums):
             return None
         others = [worker for worker in dealt.due if worker != self._node.id]
         return Outgoing(dealt.view, self._encode(sums, others, dealt.owners if self.are_large(sums) else ()))
 
-    def hold(self, finished: Finished) -> None:
-        """Holds the sums of parts that user code has finished."""
+    def hold(self, finished: FinishedParts) -> None:
+        """Keeps the sums of parts that user code has finished, as this worker's own."""
         for sums in finished.sums.values():
             sums.workers = (self._node.name,)
         self._own |= finished.sums
@@ -85,12 +85,12 @@ class Contributions:
         self._own[span] = self._own.pop(first).add(self._own.pop(second), self._node.router.allocate)
 
     def drop(self, spans: Iterable[Span]) -> None:
-        """Drops this worker's sums of these spans."""
+        """Deletes this worker's own sums of these spans, which do not count."""
         for span in spans:
             self._own.pop(span, None)
 
     def send(self, contribution: Contribution, owners: tuple[str, ...]) -> None:
-        """Sends a contribution to all other workers of the view."""
+        """Sends this worker's own sums of a contribution to all other workers of the view."""
         assert self._core.view is not None
         spans = contribution.spans
         encoded = self._encoded.pop(spans, None)
@@ -106,7 +106,7 @@ class Contributions:
             self._outboxes.to(worker).put(view, message)
 
     def _encode(self, sums: Sequence[Sums], others: Sequence[str], owners: Sequence[str]) -> dict[str, Encoded]:
-        """Returns the sums as each other worker gets them: whole, its slice of them, or without arrays."""
+        """Returns worker -> what it is sent: all sums, or its slice of them, or only layout and collected values."""
         if owners or self._together is not None:
             return encode_slices(sums, owners, others, self._node.router.allocate)
         return dict.fromkeys(others, encode_sums(sums, self._node.router.allocate)) if others else {}
@@ -114,7 +114,7 @@ class Contributions:
     # -- what others sent -------------------------------------------------------------------------
 
     def receive(self, worker: str, message: PartSums) -> Contribution:
-        """Keeps the sums of another worker's contribution, and returns the contribution."""
+        """Keeps another worker's sums, unless of an old view or position. Returns its contribution, for the core."""
         spans = tuple(Span(*span) for span in message.spans)
         if message.view >= self._core.number and message.position >= self._core.position:
             for span, sums in zip(spans, decode_sums(message.value), strict=True):
@@ -125,7 +125,7 @@ class Contributions:
         return Contribution(message.view, message.position, spans, message.tag, large, message.apart)
 
     def receive_slice(self, worker: str, message: SliceSum) -> None:
-        """Keeps the sum of a slice of another worker."""
+        """Keeps the sum of the slice that another worker has added up, unless it is of an old view or position."""
         if message.view >= self._core.number and message.position >= self._core.position:
             [sums] = decode_sums(message.value)
             self._slices.put(message.view, message.position, worker, sums)
@@ -137,32 +137,32 @@ class Contributions:
     # -- the total --------------------------------------------------------------------------------
 
     def total(self, position: int, spans: Iterable[Span]) -> Total:
-        """Returns the total of a position that is complete with these spans."""
+        """Returns the total of a position: the one that was summed together, else one made of these spans' sums."""
         if self._summed is not None:
             total, self._summed = self._summed, None
             return total
         there = self._sums_of_all(position, spans)
-        add = partial(add_up, there, _whole(spans), self._node.router.allocate)
+        add = partial(add_up, there, _all_parts(spans), self._node.router.allocate)
         return Total(add, sum(sums.nbytes for sums in there.values()))
 
     def sum_together(self, action: SumTogether) -> None:
         """Begins to add up the contributions of all workers of the view, by a process group or in slices.
 
-        The core's `note_summed` is called once the total is there; at once if the contributions do not fit together.
+        Calls the core's `note_summed` once the total is there; at once if layouts differ: that total says so.
         """
         there = self._sums_of_all(action.position, action.spans)
-        whole = add_up({span: sums.without_arrays() for span, sums in there.items()}, _whole(action.spans))
+        whole = add_up({span: sums.without_arrays() for span, sums in there.items()}, _all_parts(action.spans))
         if whole.is_unlike:
             self._summed = Total.of(whole)
             self._core.note_summed(action.view, action.position)
         elif self._together is not None:
-            self._node.own(self._sum_by(self._together, action, whole), "sum together")
+            self._node.own(self._sum_by_group(self._together, action, whole), "sum together")
         else:
             own = {span: sums for span, sums in there.items() if span in self._own}
             received = {span: sums for span, sums in there.items() if span not in own}
             self._slices.begin(action, own, received, whole)
 
-    async def _sum_by(self, together: GroupSums, action: SumTogether, whole: Sums) -> None:
+    async def _sum_by_group(self, together: GroupSums, action: SumTogether, whole: Sums) -> None:
         """Adds up by a process group, then calls the core's `note_summed`, unless the view has changed meanwhile."""
         mine = [self._own[span].arrays for span in sorted(self._own)]
         arrays = await together.sum(action.view, Sums.zeros(whole.layout).arrays, mine)
@@ -172,7 +172,7 @@ class Contributions:
             self._changed()
 
     def take_sliced(self) -> bool:
-        """Takes the total that was added up in slices, and calls `note_summed`. Returns False if there is none."""
+        """If the sums of all slices are there, keeps the total and calls `note_summed`; else returns False."""
         made = self._slices.take_total()
         if made is None:
             return False
@@ -182,7 +182,7 @@ class Contributions:
 
     @property
     def awaited_slices(self) -> tuple[str, ...]:
-        """The other workers whose sums of slices this one waits for."""
+        """The other workers whose sums of slices are missing here."""
         return self._slices.awaited
 
     def _sums_of_all(self, position: int, spans: Iterable[Span]) -> dict[Span, Sums]:
@@ -191,10 +191,10 @@ class Contributions:
 
     # -- what follows -----------------------------------------------------------------------------
 
-    def adopt(self, view: View, report: Report) -> None:
-        """Begins a view: holds the sums that this worker reports, and drops all others of earlier views.
+    def begin_view(self, view: View, report: Report) -> None:
+        """Begins a view: keeps the sums that this worker reports as its own, and drops all others of earlier views.
 
-        The sums that it reports are its own, or were received in an earlier view.
+        A reported sum may be one that another worker sent in an earlier view.
         """
         number, at = view.number, report.position
         before = {
@@ -218,8 +218,8 @@ class Contributions:
         self._slices.drop(self._core.number, position + 1)
 
 
-def _whole(spans: Iterable[Span]) -> Span:
-    """Returns the span of all parts, which these spans have together."""
+def _all_parts(spans: Iterable[Span]) -> Span:
+    """Returns the span of all parts of a position, from the spans that its total is made of."""
     return Span(0, max(span.end for span in spans))
 
 

@@ -17,13 +17,13 @@ __all__ = ["Data", "LoaderArguments", "Readable", "Taken", "data_of", "loader_ar
 
 
 class Readable(Protocol):
-    """What gives parts their data."""
+    """The data of a part: `part.data` reads it from here."""
 
     def read(self, rows: NDArray[np.int64], seed: Callable[[int], int]) -> Any:
-        """Returns the data of rows."""
+        """Returns the data of these rows; the generators are seeded with `seed(row)` before each one."""
 
     def joined(self, other: Any) -> Readable:
-        """Returns what gives the data of this part and another one, as if they were one part."""
+        """Returns the data of this part and another one, as if they were one part."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class LoaderArguments(NamedTuple):
 
 
 def loader_arguments(data: Any) -> LoaderArguments | None:
-    """Returns the arguments of a PyTorch DataLoader; None: `data` is none.
+    """Returns the arguments of a PyTorch DataLoader; None: `data` is no DataLoader.
 
     Raises:
-        StepError: it chooses rows in a way of its own.
+        StepError: it has a sampler or dataset of its own that chooses rows, so that `run.steps` could not.
     """
     torch = pytorch()
     if torch is None or not isinstance(data, torch.utils.data.DataLoader):
@@ -107,7 +107,7 @@ def loader_arguments(data: Any) -> LoaderArguments | None:
 
 
 def data_of(data: Any) -> Data:
-    """Returns the rows of an array, a dataset or a DataLoader.
+    """Returns an array, a dataset, or the dataset of a DataLoader, as rows that are read by number.
 
     Raises:
         StepError: it has no length, or its rows have no numbers.

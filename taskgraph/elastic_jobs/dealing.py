@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import Merging, chain_digest
-from taskgraph.elastic_jobs.hand import Finished, Hand
+from taskgraph.elastic_jobs.hand import FinishedPiece, Hand
 from taskgraph.elastic_jobs.state import capture
 from taskgraph.elastic_jobs.tally import News, Settled, Tally, holder_of, share_of_round
 from taskgraph.errors import StepError
@@ -47,7 +47,7 @@ _WEIGHT: Final = 0.2
 
 
 class Gifts(Protocol):
-    """What user code does in pieces that counts with them, such as pushes to a table.
+    """Effects of user code that count only if their piece counts, such as pushes to a table.
 
     What counts so far travels to newcomers by `Progress.carried`, which is captured on the event loop then.
 
@@ -59,14 +59,14 @@ class Gifts(Protocol):
     def bound(self) -> int: ...
 
     def take(self, ticket: Ticket, *, counts: bool) -> Any:
-        """Ends a piece, in user code's thread. Returns a value that travels; None: there is nothing.
+        """Ends a piece, in user code's thread. Returns what it did in it, as a value that travels; None: nothing.
 
         Args:
-            counts: False: it raised.
+            counts: False if user code raised: what it did in the piece is dropped.
         """
 
-    def counted(self, ticket: Ticket, gift: Any) -> None:
-        """Applies what `take` gave, once the piece counts. Called on the loop of all workers, in the same order."""
+    def apply_gift(self, ticket: Ticket, gift: Any) -> None:
+        """Applies a value of `take`, as its piece counts now. Called on all workers' loops, in the same order."""
 
 
 class Dealing:
@@ -84,7 +84,7 @@ class Dealing:
     ) -> None:
         self.tally = tally
         node = progress.node
-        self.hand = Hand(node.clock, progress.wait, lambda: node.post(self._wake))
+        self.hand = Hand(node.clock, progress.wait, lambda: node.post(self._wake_rounds))
         self._progress = progress
         self._what = what.encode()
         self._named: Mapping[str, Any] = {}
@@ -106,37 +106,37 @@ class Dealing:
         """
         self._named = named
         self._ahead = self._progress.node.take_ahead(self._progress.position)
-        self._progress.node.run_rounds(self._run, self._end_pieces)
+        self._progress.node.run_rounds(self._run_rounds, self._end_pieces)
 
-    def _wake(self) -> None:
-        """Wakes the rounds: there may be a reason for one."""
+    def _wake_rounds(self) -> None:
+        """Wakes `_wait_for_reason`, which then decides whether a round is due."""
         self._changed.set()
 
     def _end_pieces(self, error: BaseException | None) -> None:
-        """Tells user code that the rounds have ended, with an error or None."""
-        self.hand.end(error)
+        """Ends user code's pieces after the last round; it gets the error that ended the rounds, if any."""
+        self.hand.end_pieces(error)
 
     # -- on the event loop ------------------------------------------------------------------------
 
-    async def _run(self, engine: Engine) -> None:
+    async def _run_rounds(self, engine: Engine) -> None:
         """Runs rounds until all pieces are done or set aside."""
-        engine.heard, engine.queues = self._wake, self._status
+        engine.heard, engine.queues = self._wake_rounds, self._queue_status
         self._ended_at = self._contributed_at = asyncio.get_running_loop().time()
         try:
             while not self.tally.ledger.over:
                 await self._wait_for_reason(engine)
                 began = asyncio.get_running_loop().time()
-                self._apply(await self._round(engine))
+                self._apply(await self._run_round(engine))
                 self._ended_at = asyncio.get_running_loop().time()
                 took_s = PACE_S + self._ended_at - began
                 self._round_s += _WEIGHT * (took_s - self._round_s)
             self._progress.node.keep_ahead(self._progress.position, *self._ahead)
         finally:
             engine.heard = _hear_nothing
-            engine.withdraw()
+            engine.withdraw_ask()
 
     async def _wait_for_reason(self, engine: Engine) -> None:
-        """Waits until there is a reason for a round."""
+        """Waits until a round is due here, or another worker has begun one, or the view changes."""
         loop = asyncio.get_running_loop()
         while True:
             self._changed.clear()
@@ -145,7 +145,7 @@ class Dealing:
                 return
             if engine.core.phase != Phase.WORKING:
                 return  # the round waits for the view
-            due = self._due(engine)
+            due = self._next_round_at(engine)
             if due <= loop.time():
                 return
             timer = loop.call_at(due, self._changed.set)
@@ -154,12 +154,12 @@ class Dealing:
             finally:
                 timer.cancel()
 
-    def _due(self, engine: Engine) -> float:
-        """Returns the time of the event loop at which the next round is due."""
+    def _next_round_at(self, engine: Engine) -> float:
+        """Returns when this worker is to begin the next round, by the event loop's clock."""
         hand, now = self.hand, asyncio.get_running_loop().time()
         finished = hand.has_finished or not self._news.empty
         is_new = engine.core.number > self.tally.view[0]
-        wants, back = hand.wants(self._round_s)
+        wants, back = hand.wanted_or_surplus(self._round_s)
         self._news.back += back
         open_pieces = wants > 0 and self.tally.ledger.open > 0
         if hand.starves and (finished or open_pieces or is_new):
@@ -169,8 +169,8 @@ class Dealing:
         soon = self._ended_at + PACE_S
         return max(soon, min(self._ended_at + KEEP_ALIVE_S, now + hand.due_in(self._round_s)))
 
-    async def _round(self, engine: Engine) -> Sums:
-        """Contributes to a round, and returns its total."""
+    async def _run_round(self, engine: Engine) -> Sums:
+        """Contributes this worker's news to a round, waits for its total, and returns that."""
         position, slots = self._progress.position, self.tally.slots
         tag, said = self._progress.tag + self._what, False
         dealt = list(self._ahead[1]) if self._ahead[0] == slots else []
@@ -196,7 +196,7 @@ class Dealing:
             engine.computed(position, slots, tag, finished)
 
     def _contribution(self, engine: Engine) -> dict[str, Any]:
-        """Returns the news of this worker, as a value."""
+        """Returns this worker's `News` as a value: finished pieces, pieces to give back, how many more it wants."""
         view, me, now = engine.core.view, engine.core.me, asyncio.get_running_loop().time()
         assert view is not None
         holders = tuple(holder_of(name_of(entry.worker), entry.since) for entry in view.entries)
@@ -204,7 +204,7 @@ class Dealing:
         if finished := self.hand.take_finished():
             self._keep()
             self._news.add(finished)
-        wants, back = self.hand.wants(self._round_s)
+        wants, back = self.hand.wanted_or_surplus(self._round_s)
         self._news.back += back
         most = self._most_done(holders.index(self._news.holder), len(holders))
         news = self._news.news(most)
@@ -217,12 +217,12 @@ class Dealing:
         return news.value()
 
     def _most_done(self, index: int, workers: int) -> int:
-        """Returns how many finished pieces this worker may contribute to this round."""
+        """Returns how many finished pieces this worker may contribute to this round, so that no pull lacks too many."""
         bound = 0 if self._gifts is None else self._gifts.bound
         return share_of_round(bound, index, workers, self._progress.position) if bound else sys.maxsize
 
     def _apply(self, total: Sums) -> None:
-        """Applies the total of a round."""
+        """Counts the pieces in a round's total, and queues those dealt to this worker. Raises what fails the job."""
         mine = self._news.holder
         news = [News.of(decode(value)) for value in total.collected.values()]
         for each in news:
@@ -233,7 +233,7 @@ class Dealing:
         self._rate.add(asyncio.get_running_loop().time(), self.tally.ledger.rows - rows)
         if self._gifts is not None:
             for _, ticket, gift in settled.counted:
-                self._gifts.counted(ticket, gift)
+                self._gifts.apply_gift(ticket, gift)
         self._drop_late(settled)
         if settled.failed is not None:
             raise settled.failed
@@ -242,20 +242,20 @@ class Dealing:
         elif settled.starving:
             self._news.back += self.hand.give_back(self._round_s)
 
-    def _status(self) -> tuple[QueueStatus, ...]:
+    def _queue_status(self) -> tuple[QueueStatus, ...]:
         """Returns how far the pieces are, for `taskgraph shards`."""
         tally, rows_per_s = self.tally, self._rate.at(asyncio.get_running_loop().time())
         kind = "shards" if self._what.startswith(b"run.shards") else "map"
         return (QueueStatus.of(self._progress.node.spec.name, kind, tally.ledger, tally.now, rows_per_s),)
 
     def _drop_late(self, settled: Settled) -> None:
-        """Drops what another worker has done, too, from this worker's queue."""
+        """Removes pieces from this worker's queue that another worker has finished."""
         by_others = {ticket[:2] for holder, ticket, _ in settled.counted if holder != self._news.holder}
         if by_others:
             self.hand.drop(by_others)
 
     def _give_state(self) -> None:
-        """Gives the state to newcomers and checkpoints that wait for it."""
+        """If a newcomer or a checkpoint waits for the state, captures it between two rounds and gives it to them."""
         node, progress = self._progress.node, self._progress
         if not node.state_wanted:
             return
@@ -282,33 +282,33 @@ class Dealing:
 
 
 class _Unconfirmed:
-    """What this worker has to say, until a total has it.
+    """Finished and returned pieces of this worker that are in no total yet: it contributes them to the next round, too.
 
     Attributes:
-        holder: this worker's, when it contributed last.
+        holder: the name under which this worker holds pieces, as in its last contribution.
         back: pieces that it gives back.
     """
 
     def __init__(self) -> None:
         self.holder = ""
         self.back: list[Ticket] = []
-        self._finished: dict[Ticket, Finished] = {}
+        self._finished: dict[Ticket, FinishedPiece] = {}
 
     @property
     def empty(self) -> bool:
         return not (self._finished or self.back)
 
-    def add(self, finished: Iterable[Finished]) -> None:
+    def add(self, finished: Iterable[FinishedPiece]) -> None:
         """Adds pieces that user code has finished."""
         self._finished.update((each.ticket, each) for each in finished)
 
     @property
     def finished(self) -> int:
-        """How many finished pieces there are."""
+        """How many finished or failed pieces are in no total yet."""
         return len(self._finished)
 
     def news(self, most: int) -> News:
-        """Returns the news to contribute: all that this worker has to say, with at most `most` pieces that are done."""
+        """Returns the news for the next round: all that is in no total yet, but at most `most` finished pieces."""
         news = News(self.holder, back=list(self.back))
         for ticket, each in self._finished.items():
             if each.error:
@@ -322,7 +322,7 @@ class _Unconfirmed:
         return news
 
     def confirm(self, news: News) -> None:
-        """Drops these news of this worker, since a total has them."""
+        """Drops what these news of this worker have, since they are in a total now."""
         for ticket, _ in (*news.done, *news.failed):
             self._finished.pop(ticket, None)
         self.back = [ticket for ticket in self.back if ticket not in news.back]

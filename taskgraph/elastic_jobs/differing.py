@@ -40,7 +40,7 @@ def digests_of_arguments(arguments: Mapping[str, int]) -> dict[str, bytes]:
 
 
 def is_checked(step: int) -> bool:
-    """True if the tag of this step has the digests of the state."""
+    """True if workers compare their state before this step: its digest is put into the step's tag."""
     return step < _FIRST or step % _EVERY == 0
 
 
@@ -48,7 +48,7 @@ class Differences:
     """Excludes workers that differ from most others.
 
     Args:
-        changed: called when there are other workers to exclude.
+        changed: called when `outvoted` has new workers, which the next view is to exclude.
 
     Attributes:
         outvoted: workers that differ, until they have left the view.
@@ -65,7 +65,7 @@ class Differences:
         self._position = -_AGAIN - 1  # at which workers differed last, or entered anew because of it
 
     def read_view(self, view: View) -> None:
-        """Notes which outvoted workers have left the view, and which have entered it anew."""
+        """Updates from a view which outvoted workers are excluded by now, and which of them have entered again."""
         workers = frozenset(view.workers)
         left = frozenset(worker for worker in self.outvoted if view.since(worker) != self._since[worker])
         self._away |= left  # the view without them may not have been read
@@ -74,14 +74,14 @@ class Differences:
             self._away -= workers
             self._position = self._node.engine.core.position
 
-    def note_differing(self, position: int, outvoted: tuple[str, ...]) -> None:
-        """Begins to exclude the outvoted workers, whose tags differ at this position, unless this is one of them."""
+    def begin_exclusion(self, position: int, outvoted: tuple[str, ...]) -> None:
+        """Starts a task that excludes the outvoted workers, whose tags differ; does nothing if this is one of them."""
         self.differs = self._node.id in outvoted
         if not self.differs:
             self._node.own(self._exclude(position, outvoted), "compare states")
 
     async def _exclude(self, position: int, outvoted: tuple[str, ...]) -> None:
-        """Finds what differs, and has the outvoted workers excluded, or fails the job if it lasts."""
+        """Asks what differs, then has the outvoted workers excluded; fails the job if workers differed just before."""
         node = self._node
         mine, view = node.digests if node.digests.step >= 0 else None, node.engine.core.view
         assert view is not None
@@ -89,7 +89,7 @@ class Differences:
         if node.engine.core.view != view:
             return  # another worker has excluded them, or workers were lost: tags are compared anew
         if position - self._position <= _AGAIN:
-            await node.fail_by(_lasting("; ".join(found)))
+            await node.fail_by(_lasting_error("; ".join(found)))
             return
         self._position = position
         self.outvoted = frozenset(outvoted)
@@ -101,7 +101,7 @@ class Differences:
 
 
 async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> str:
-    """Returns what of a worker differs, as far as it answers."""
+    """Asks a worker for its state's digests, and returns a text about what differs; a vague one without an answer."""
     peer = node.router.peer(worker)
     name, theirs = name_of(worker), None
     if peer is not None:
@@ -124,8 +124,8 @@ async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> 
     return f"the state of {name} differs before step {mine.step}: {', '.join(names[:_NAMED])}{more}"
 
 
-def _lasting(what: str) -> StateError:
-    """Returns the error for workers that differ again."""
+def _lasting_error(what: str) -> StateError:
+    """Returns the error for workers that differ again just after they copied the state; `what` says in what."""
     return StateError(
         f"{what}; it did just before, too: name in run.state all that later steps and a break depend on, and let them "
         f"depend on nothing else: no clock, no rank, no generator of your own"

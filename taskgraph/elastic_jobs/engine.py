@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from taskgraph.elastic_jobs.adding import Finished, Total
+from taskgraph.elastic_jobs.adding import FinishedParts, Total
 from taskgraph.elastic_jobs.contributions import Contributions
 from taskgraph.elastic_jobs.inbox import Inbox
 from taskgraph.elastic_jobs.outbox import Outboxes
@@ -42,7 +42,7 @@ class Summed(NamedTuple):
     """The total of a position, and parts of the next one that user code may begin at once, without asking.
 
     Attributes:
-        of: the number of parts that the next position has to have for that.
+        of: user code may begin them only if the next position has this number of parts.
     """
 
     total: Total
@@ -119,9 +119,9 @@ class Engine:
         self.heard()
 
     def ask(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
-        """User code is at a position with this number of parts, and asks for some of them.
+        """Asks for user code, which is at this position: for some of its parts, or for its total. `answer` is a future.
 
-        The answer is a list of parts, or a `Summed`, whose total may not be added up.
+        It gets a list of parts; or a `Summed`, which may not be added up yet; or a newcomer's first part, to check.
         """
         self._reach(position, parts, tag)
         self._asked = position, answer
@@ -134,8 +134,8 @@ class Engine:
             self._begun = position
             self.core.begin(parts, tag)
 
-    def computed(self, position: int, parts: int, tag: bytes, finished: Finished) -> None:
-        """Takes the parts of a position that user code has finished, and may not have asked for."""
+    def computed(self, position: int, parts: int, tag: bytes, finished: FinishedParts) -> None:
+        """Takes sums of parts that user code has finished. It may have computed these parts without `ask`."""
         if not self._node.running:
             return
         self._reach(position, parts, tag)
@@ -154,14 +154,14 @@ class Engine:
             message = FirstPart(core.view.number, position, part, digest)
             self._outboxes.to(core.view.workers[0]).put(core.view.number, message)
 
-    def ended(self, positions: int) -> None:
-        """User code has returned after this number of totals."""
+    def note_return(self, positions: int) -> None:
+        """Tells the core that user code has returned, after this number of totals."""
         self.user_position = positions
         self.core.note_ended()
         self._carry_out()
 
     def catch_up(self, position: int, totals: Sequence[Sums]) -> None:
-        """Takes stable totals that this worker, which is outside, has got from a donor."""
+        """Takes stable totals, from `position` on, that this newcomer has got from a donor."""
         for number, total in enumerate(totals, position):
             self.totals.hold(number, Total.of(total))
         self.core.catch_up(position + len(totals))
@@ -169,19 +169,19 @@ class Engine:
         self.heard()
 
     def send_key(self, view: int, key: str, value: bytes) -> None:
-        """Sends a key of another communicator to all others of a view, if that is still this worker's."""
+        """Sends a key of a process group to all other workers of a view, unless this worker has read a newer view."""
         if view == self.core.number:
             self._outboxes.put_all(view, GroupKey(view, key, value))
 
-    def stop(self, error: BaseException) -> None:
-        """Answers user code that waits with an error."""
+    def answer_with_error(self, error: BaseException) -> None:
+        """Raises an error in user code if it waits for parts or a total."""
         if self._asked is not None:
             _, answer = self._asked
             self._asked = None
             answer.set_exception(error)
 
-    def withdraw(self) -> None:
-        """Forgets what user code asks for: it does not wait any longer."""
+    def withdraw_ask(self) -> None:
+        """Drops the pending `ask`: nothing waits for its answer any longer."""
         self._asked = None
 
     # -- what follows -----------------------------------------------------------------------------
@@ -200,20 +200,20 @@ class Engine:
     def _show_waits(self) -> None:
         """Notes what user code waits for, and the end of a change of the view."""
         trace, view = self._trace, self.core.view
-        trace.wait_for((self.awaited or "the total") if self._asked is not None else "")
+        trace.note_wait((self.awaited or "the total") if self._asked is not None else "")
         if view is not None and self.core.phase == Phase.WORKING:
             trace.end_change(" ".join(map(name_of, view.workers)))
 
     @property
     def awaited(self) -> str:
-        """What this worker waits for from others; "": nothing."""
+        """Text: what this worker waits for, and from which workers; "": for nothing."""
         what, workers = _AWAITED.get(self.core.phase, ""), self.core.awaited
         if not workers:
             what, workers = "slices", self.contributions.awaited_slices
         return f"{what} of {', '.join(map(name_of, workers))}" if workers else ""
 
     def _answer(self) -> bool:
-        """Answers user code if it waits, and there is an answer. Returns True if it did."""
+        """Answers the pending `ask` of user code, if parts or the total are there. Returns True if it was answered."""
         if self._asked is None:
             return False
         position, answer = self._asked
@@ -233,7 +233,7 @@ class Engine:
         """Carries out one action of the core."""
         match action:
             case actions.SendReport():
-                self._report(action)
+                self._send_report(action)
             case actions.Contribute(contribution, owners):
                 self.contributions.send(contribution, owners)
             case actions.Merge(span):
@@ -257,11 +257,11 @@ class Engine:
             case actions.NoneWhole(number):
                 self.none_whole_in = number
 
-    def _report(self, action: actions.SendReport) -> None:
-        """Sends this worker's report, and drops the sums that it does not name."""
+    def _send_report(self, action: actions.SendReport) -> None:
+        """Begins a view: sends this worker's report to all its workers, and drops sums that are not in the report."""
         view, report = action.view, action.report
-        self._trace.change_view(view.number)
-        self.contributions.adopt(view, report)
+        self._trace.begin_change(view.number)
+        self.contributions.begin_view(view, report)
         entries = tuple((entry.worker, entry.since) for entry in view.entries)
         held = tuple((span.first, span.end) for span in report.held)
         message = WorkerReport(view.number, view.lineage, entries, report.position, report.whole, held, report.begun)
@@ -273,7 +273,7 @@ class Engine:
         self.totals.hold(position, total)
 
     def _give_totals(self, action: actions.GiveTotals) -> None:
-        """Sends totals to a worker that lacks them, or notes that it is too far behind."""
+        """Sends totals to a worker that lacks them; if they are no longer kept, adds the worker to `behind`."""
         if action.first < self.totals.first:
             self.behind |= {action.to}
             return

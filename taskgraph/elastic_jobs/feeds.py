@@ -38,14 +38,14 @@ class Feed(Protocol):
         """Returns the number of all steps. Raises TypeError if it is not known."""
 
     def has(self, number: int) -> bool:
-        """True if there is a step of this number; the one before it has ended."""
+        """True if there is a step of this number; the one before has ended. May open the next pass of a source."""
 
     def step(self, number: int) -> FeedStep:
         """Returns the rows of a step, which begins now."""
 
 
 class FeedStep(Protocol):
-    """The rows of one step. What is known after its first round only raises StepError before."""
+    """The rows of one step. Of a source, `rows`, `size` and `ends_pass` raise StepError until the first round."""
 
     pass_number: int
 

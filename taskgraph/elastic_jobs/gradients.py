@@ -43,27 +43,27 @@ class Gradients:
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
     def begin(self) -> None:
-        """Begins the part loop."""
+        """Begins the part loop: clears all gradients, and notes the versions of the parameters for `find_changed`."""
         self.clear()
-        self._versions = self._now()
+        self._versions = self._current_versions()
 
     def clear(self) -> None:
-        """Forgets all gradients. A newcomer has none of the step before its first one, so no worker may have them."""
+        """Sets all `p.grad` to None: a newcomer has no gradient of earlier steps, so no worker may have one."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _now(self) -> dict[str, int]:
-        """Returns the version of each parameter, a number that PyTorch counts changes with."""
+    def _current_versions(self) -> dict[str, int]:
+        """Returns parameter -> its version now, by which PyTorch counts changes."""
         return {n: p._version for n, p in self.parameters.items() if not p.is_inference()}
 
-    def changed(self) -> str | None:
+    def find_changed(self) -> str | None:
         """Returns the name of a parameter that has changed since the part loop began; None: none has."""
-        now = self._now()
+        now = self._current_versions()
         if now == self._versions:
             return None
         return next(name for name, version in now.items() if self._versions.get(name) != version)
 
-    def left(self) -> str | None:
+    def find_left(self) -> str | None:
         """Returns the name of a parameter whose `grad` is set; None: there is none."""
         return next((name for name, parameter in self.parameters.items() if parameter.grad is not None), None)
 

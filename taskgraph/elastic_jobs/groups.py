@@ -80,7 +80,7 @@ class Turns:
         return Group(self, self.number - 1, self.members, digest)
 
     def _agreed(self) -> tuple[str, ...]:
-        """Returns the first members: the workers of the view, as one of them has read it."""
+        """Runs a round in which the workers agree on the first members: the view's workers, as one of them read it."""
         progress, done = self.run.progress, None
         while isinstance(answer := progress.ask(1, b"run.group", done), int):
             done = answer, Sums.of({}, {answer: encode({"view": progress.node.view})})
@@ -212,7 +212,7 @@ class Group:
             )
 
     def _values(self, total: Sums) -> list[Any]:
-        """Returns what each member gave to an operation, in their order."""
+        """Decodes and returns what each member gave to an operation, in the order of the members."""
         return [found["value"] for found in _decode_all(total.collected.values())]
 
 

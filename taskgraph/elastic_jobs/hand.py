@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.protocol.dealing import Ticket
 
-__all__ = ["Finished", "Hand", "wanted_length"]
+__all__ = ["FinishedPiece", "Hand", "wanted_length"]
 
 _ROUNDS: Final = 2
 """The rounds for which the queue has work: a round may take twice as long as those before."""
@@ -31,7 +31,7 @@ _OVERDUE: Final = 3.0
 """If a piece takes longer than this factor of the typical duration, and some rounds, its worker gets no queue."""
 
 
-class Finished(NamedTuple):
+class FinishedPiece(NamedTuple):
     """A piece that user code has finished.
 
     Attributes:
@@ -47,7 +47,7 @@ class Finished(NamedTuple):
 
 
 class Hand:
-    """The pieces of one worker.
+    """The pieces of one worker: its queue, the piece at work, and finished pieces that no round has taken yet.
 
     Args:
         clock: seconds, in user code's thread and on the loop.
@@ -67,7 +67,7 @@ class Hand:
         self._lock = threading.Lock()
         self._queue: deque[Ticket] = deque()
         self._at_work: tuple[Ticket, float] | None = None  # since when
-        self._finished: list[Finished] = []
+        self._finished: list[FinishedPiece] = []
         self._waiting: concurrent.futures.Future[None] | None = None
         self._end: BaseException | bool = False  # True: all pieces are done
         self.typical_s: float | None = None
@@ -79,7 +79,7 @@ class Hand:
         """Waits for the next piece. None: all pieces are done, on all workers.
 
         Raises:
-            Exception: what has ended the rounds.
+            Exception: the error that has ended the rounds.
         """
         while True:
             with self._lock:
@@ -95,8 +95,8 @@ class Hand:
             self._changed()
             self._wait(waiting)
 
-    def finish(self, finished: Finished) -> None:
-        """Notes that user code has finished the piece at work."""
+    def finish(self, finished: FinishedPiece) -> None:
+        """Ends the piece at work, finished or failed, and keeps it for the next round."""
         with self._lock:
             assert self._at_work is not None
             took_s = self._clock() - self._at_work[1]
@@ -113,26 +113,26 @@ class Hand:
     # -- on the event loop ------------------------------------------------------------------------
 
     def deal(self, tickets: Iterable[Ticket]) -> None:
-        """Puts pieces into the queue."""
+        """Puts pieces that a round dealt to this worker into its queue."""
         with self._lock:
             self._queue.extend(tickets)
-        self._wake()
+        self._wake_user_code()
 
     def drop(self, ended: set[tuple[int, int]]) -> None:
-        """Drops pieces from the queue that need not be computed any longer: pass and number."""
+        """Removes pieces, given by pass and number, from the queue: they need not be computed any longer."""
         with self._lock:
             if any(ticket[:2] in ended for ticket in self._queue):
                 self._queue = deque(ticket for ticket in self._queue if ticket[:2] not in ended)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Ends the pieces: all are done, or there is an error, which user code gets with its next piece."""
+    def end_pieces(self, error: BaseException | None = None) -> None:
+        """Makes `next` return None once the queue is empty, since all pieces are done; or raise `error`."""
         with self._lock:
             if not isinstance(self._end, BaseException):
                 self._end = True if error is None else error
-        self._wake()
+        self._wake_user_code()
 
-    def _wake(self) -> None:
-        """Wakes user code that waits, if there is a piece for it, or the pieces have ended."""
+    def _wake_user_code(self) -> None:
+        """Wakes user code that waits in `next`, if there is a piece for it, or no more pieces come."""
         with self._lock:
             if not (self._queue or self._end):
                 return
@@ -140,8 +140,8 @@ class Hand:
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
-    def take_finished(self) -> list[Finished]:
-        """Takes what user code has finished since the last call."""
+    def take_finished(self) -> list[FinishedPiece]:
+        """Removes and returns the pieces that user code has finished since the last call."""
         with self._lock:
             finished, self._finished = self._finished, []
         return finished
@@ -159,8 +159,8 @@ class Hand:
         """True while user code waits for a piece."""
         return self._waiting is not None
 
-    def wants(self, round_s: float) -> tuple[int, list[Ticket]]:
-        """Returns how many more pieces the queue needs, and pieces that are taken from it, to be given back.
+    def wanted_or_surplus(self, round_s: float) -> tuple[int, list[Ticket]]:
+        """Returns how many more pieces the queue needs; and, if one takes too long, those taken out to be given back.
 
         Args:
             round_s: time between two rounds.
@@ -174,7 +174,7 @@ class Hand:
             return 0, back
 
     def give_back(self, within_s: float) -> list[Ticket]:
-        """Takes the pieces from the queue that user code will not begin within some time: others have none left."""
+        """Removes and returns the queued pieces that user code will not begin within some time: others have none."""
         with self._lock:
             if self._at_work is None or self.typical_s is None:
                 return []
@@ -185,7 +185,7 @@ class Hand:
         return given
 
     def is_idle_within(self, within_s: float) -> bool:
-        """True if user code will have no piece within some time."""
+        """True if user code will have finished all its pieces within some time."""
         with self._lock:
             if self._at_work is None or self.typical_s is None:
                 return not self._queue
@@ -193,7 +193,7 @@ class Hand:
             return busy_s < within_s
 
     def due_in(self, round_s: float) -> float:
-        """Returns the time until a long piece is so near its end that the queue is to have the next one."""
+        """Returns the seconds until a piece should be asked for, as that at work ends soon; inf: no need or unknown."""
         at_work, typical = self._at_work, self.typical_s
         if at_work is None or typical is None or self._queue:
             return math.inf
@@ -201,7 +201,7 @@ class Hand:
 
 
 def wanted_length(typical_s: float | None, running_s: float | None, count: int, round_s: float) -> int:
-    """Returns how long a worker's queue is to be; -1: it gives back what is in it.
+    """Returns how many pieces a worker's queue should have; -1: none, and those in it are to be given back.
 
     Args:
         typical_s: the typical duration of a piece; None: none was finished.

@@ -57,18 +57,18 @@ class Inbox:
         self.first_parts: dict[int, tuple[str, FirstPart]] = {}
 
     def receive(self, worker: str, message: Call) -> None:
-        """Takes a message, now or later."""
+        """Takes a message; one that is too early is kept until `take_early`."""
         if not self._take(worker, message):
             self._early.append((worker, message))
 
     def take_early(self) -> bool:
-        """Gives the core the early messages that it takes now. Returns True if there were some."""
+        """Tries again to take the messages that came too early. Returns True if some were taken."""
         early, self._early = self._early, []
         self._early += [(worker, message) for worker, message in early if not self._take(worker, message)]
         return len(self._early) < len(early)
 
     def _take(self, worker: str, message: Call) -> bool:
-        """Keeps a message's values, and tells the core. Returns False if the message is too early: keep it."""
+        """Keeps a message's values, and tells the core. Returns False if it came too early: to be tried again."""
         core = self._core
         match message:
             case WorkerReport():
@@ -95,7 +95,7 @@ class Inbox:
         return True
 
     def _take_totals(self, message: Totals) -> bool:
-        """Keeps the totals that this worker lacks. Returns False while it does not know yet that it lacks them."""
+        """Keeps the totals that this worker lacks. Returns False if it came too early: the flush has not ended here."""
         core = self._core
         if message.view > core.number or core.phase == Phase.FLUSHING:
             return False

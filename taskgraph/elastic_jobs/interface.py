@@ -30,19 +30,19 @@ class WorkerNode(NodeLife):
     trace: WorkerTrace
 
     def look_again(self) -> None:
-        """Looks at the job again, whose view has changed, or at which nodes are suspected."""
+        """Reads the job's view and the suspected nodes again, since they changed; the next view may depend on them."""
         raise NotImplementedError
 
     def begin_anew(self) -> None:
-        """Forgets the state: this worker begins outside, and copies it."""
+        """Stops user code and drops its state: this worker is in no view now, and copies another worker's state."""
         raise NotImplementedError
 
     def begin_anew_behind(self) -> None:
-        """Begins anew, outside any view, since the workers do not keep the totals that this newcomer lacks."""
+        """Calls `begin_anew`, and emits `behind`: the workers do not keep the totals that this newcomer lacks."""
         raise NotImplementedError
 
     def has_begun(self) -> bool:
-        """True once user code may compute."""
+        """True once user code has its first state, its own or a copied one, and may compute."""
         raise NotImplementedError
 
     def let_code_begin(self) -> None:
@@ -67,7 +67,7 @@ class WorkerNode(NodeLife):
         raise NotImplementedError
 
     async def put_view(self, txn: Txn, writer: str) -> int | None:
-        """Puts a view. Returns its revision; None if another one came first, or etcd did not answer."""
+        """Writes a view to etcd. Returns its revision; None if another view came first, or etcd did not answer."""
         try:
             revision = await self.transact(txn, key=self.keeper.view.keys.workers, writer=writer)
         except (CoordinationError, LeaseGone):

@@ -51,8 +51,8 @@ class Joining:
             self._behind.clear()
             for donor in donors:
                 if not copied:
-                    copied = await self._copy(donor)
-                if copied and await self._follow(donor):
+                    copied = await self._copy_state(donor)
+                if copied and await self._follow_totals(donor):
                     return
             if copied and self._behind >= set(donors) and donors:
                 node.begin_anew_behind()
@@ -60,12 +60,12 @@ class Joining:
             await node.short_pause()
 
     def _view(self) -> View:
-        """Returns the view that is in etcd, as far as this node has read it."""
+        """Returns the newest view that this node has read from etcd."""
         assert self._node.keeper.view.workers is not None
         return View.of(self._node.keeper.view.workers.record)
 
-    async def _copy(self, donor: str) -> bool:
-        """Copies the state of a donor, and begins with it. Returns False if the donor gave none."""
+    async def _copy_state(self, donor: str) -> bool:
+        """Copies the state of a donor, and lets user code begin with it. Returns False if the donor gave none."""
         lineage = self._view().lineage
         mark = self._node.trace.begin(of_step=False)
         reply = await self._call(donor, CopyState())
@@ -76,8 +76,8 @@ class Joining:
         self._node.let_code_begin_with(cast(StateCopy, reply), lineage)
         return True
 
-    async def _follow(self, donor: str) -> bool:
-        """Follows the totals of a donor, and enters. Returns False if another donor must go on."""
+    async def _follow_totals(self, donor: str) -> bool:
+        """Takes totals from a donor until this node can enter, and enters. Returns False to try another donor."""
         core, pause_s, mark = self._engine.core, _FOLLOW_S, self._node.trace.begin(of_step=False)
         copied_at = core.position
         while self._node.keeper.view.running:
@@ -89,7 +89,7 @@ class Joining:
                 return False
             if page.count:
                 self._engine.catch_up(core.position, decode_sums(page.value))
-            if page.stable - self._engine.user_position <= _BEHIND and await self._enter():
+            if page.stable - self._engine.user_position <= _BEHIND and await self._enter_view():
                 self._node.trace.keep(mark, "copy", f"follows the totals of {name_of(donor)}, and enters")
                 return True
             loaded = self._engine.user_position >= copied_at
@@ -97,7 +97,7 @@ class Joining:
             await asyncio.sleep(pause_s)
         return True
 
-    async def _enter(self) -> bool:
+    async def _enter_view(self) -> bool:
         """Proposes a view with this node, if all workers keep the totals that it lacks. Returns True if it is in."""
         node, view = self._node, self._view()
         if (since := view.since(node.id)) is not None:

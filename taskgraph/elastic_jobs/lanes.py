@@ -82,7 +82,7 @@ def packed_pieces(source: Source) -> list[Any]:
 
 
 def unpacked_pieces(packed: Sequence[Any]) -> list[Any]:
-    """Returns the pieces that `packed_pieces` has packed."""
+    """Returns the pieces of a source from what `packed_pieces` returned."""
     digest, meta, buffers = packed
     found: list[Any] = decode(Encoded(meta.tobytes(), tuple(buffer.data for buffer in buffers), digest))
     return found
@@ -164,7 +164,7 @@ class Lanes:
         return _order(len(self._pieces), pass_number, self.options.seed, self.options.shuffle)
 
     def keep_readers(self, lanes: set[int]) -> None:
-        """Closes the readers of all other lanes: other workers read them now."""
+        """Closes the readers of all lanes but these: other workers read those now."""
         for key in [*self._readers]:
             if key[0] != self.pass_number or key[1] not in lanes:
                 self._readers.pop(key).close()

@@ -19,7 +19,7 @@ class Leaving:
         self._node = node
 
     def begin(self, why: str) -> None:
-        """Lets the worker drain, once, and announces it if the node runs."""
+        """Makes the worker drain, and writes that into etcd if the node runs. A second call does nothing."""
         node = self._node
         if node.draining:
             return
@@ -29,12 +29,12 @@ class Leaving:
             self.announce()
 
     def announce(self) -> None:
-        """Begins to write into etcd that this node drains."""
+        """Starts a task that writes into etcd that this node drains."""
         self._node.own(self._node.announce(), "announce the drain")
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Says why a draining worker stays."""
+        """Text: why a draining worker cannot leave yet; (): it can, or does not drain."""
         node = self._node
         if not node.draining or self.over or node.id in leavers(node.keeper.view, node.suspects | node.gone):
             return ()

@@ -37,7 +37,7 @@ class Modules:
         self._before: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Keeps buffers and modes as they are now."""
+        """Keeps copies of buffers and modes as they are now, for `take` and `put_back`."""
         self._modes = {path: module.training for path, module in self._modules.items()}
         self._before = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
 
@@ -55,7 +55,7 @@ class Modules:
                 module.training = self._modes[path]
 
     def put_back(self) -> None:
-        """Puts buffers and modes back."""
+        """Sets buffers and modes to what they were at `begin`."""
         self._put_modes_back()
         for path, module in self._modules.items():
             for name, now in list(module._buffers.items()):
@@ -69,7 +69,7 @@ class Modules:
                         now.copy_(before)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Takes the changes of a part, and puts buffers and modes back.
+        """Returns buffer -> how a part has changed it, and sets buffers and modes back to what they were before.
 
         Raises:
             StepError: a buffer has another shape than before, or is no number.

@@ -68,7 +68,7 @@ class ElasticNode(WorkerNode):
         self.silence = Silence(self, self.suspicion.detector, self.look_again)
         self.differences = Differences(self, self.look_again)
         self.views = ViewChanger(self, self.differences, self.checkpoints, self._renewed_in)
-        self.reports = StableReports(self._report_counts)
+        self.reports = StableReports(self._emit_numbers)
         self.values = Values(self)
         self._together: GroupSums | None = None
         self.lineage = 0
@@ -82,9 +82,9 @@ class ElasticNode(WorkerNode):
     def services(self) -> dict[str, Coroutine[Any, Any, None]]:
         return {
             "views": self.views.run(),
-            "user code": self._work(),
+            "user code": self._run_user_code(),
             "checkpoints": self.checkpoints.run(),
-            "final manifests": self.checkpoints.finish(),
+            "final manifests": self.checkpoints.write_missing_manifests(),
             "silence": self.silence.run(),
         }
 
@@ -95,17 +95,17 @@ class ElasticNode(WorkerNode):
         self._close_group()
 
     def _begin_anew(self) -> None:
-        """Makes the engine and the call of user code of a worker that is in no view."""
+        """Replaces the engine and the call of user code by new ones, of a worker that is in no view."""
         self._close_group()
-        self._together = self._made_together()
+        self._together = self._make_group_sums()
         self.engine = Engine(
             self,
             Worker(self.id, together=self._together is not None),
             self.trace,
             refused=self.suspicion.note_call_refused,
             stable=self._note_stable,
-            differ=self.differences.note_differing,
-            excluded=self.views.excluded,
+            differ=self.differences.begin_exclusion,
+            excluded=self.views.handle_exclusion,
             together=self._together,
         )
         self.call = UserCall(self, self.engine, self._call_function)
@@ -122,8 +122,8 @@ class ElasticNode(WorkerNode):
         self.events.emit("behind", f"{text}. It copies the state again")
         self.begin_anew()
 
-    def _made_together(self) -> GroupSums | None:
-        """Makes what sums by the job's communicator; None: it has none, or shares its process with other nodes."""
+    def _make_group_sums(self) -> GroupSums | None:
+        """Returns sums by process groups; None: the job has no communicator, or several nodes share this process."""
         elastic = self.job.elastic
         if elastic is None or not elastic.communicator or not self.own_process:
             return None
@@ -135,7 +135,7 @@ class ElasticNode(WorkerNode):
         self.engine.send_key(view, key, value)
 
     def _renewed_in(self) -> int:
-        """Returns the view whose workers are to try again in another one, since its process group failed; -1: none."""
+        """Returns the number of the view whose process group failed: its workers need a new view. -1: none failed."""
         return -1 if self._together is None else self._together.renewed_in
 
     def _close_group(self) -> None:
@@ -163,8 +163,8 @@ class ElasticNode(WorkerNode):
 
     # -- user code --------------------------------------------------------------------------------
 
-    async def _work(self) -> None:
-        """Runs user code, once for each time that this worker enters, and ends the job with its value."""
+    async def _run_user_code(self) -> None:
+        """Calls the job's function, again after each `begin_anew`. Ends the job with its value, or fails the job."""
         await self.keeper.wait_until(lambda v: v.workers is not None)
         while self.keeper.view.running:
             call = self.call
@@ -184,7 +184,7 @@ class ElasticNode(WorkerNode):
                     await self._fail(error)
                     return
             else:
-                if await self._finish(call):
+                if await self._finish_job(call):
                     return
 
     def _call_function(self, call: UserCall) -> tuple[Encoded, int]:
@@ -229,17 +229,17 @@ class ElasticNode(WorkerNode):
         await self.fail_with(error, None, None, (*fences, self._own_key()), "")
 
     def _own_key(self) -> Compare:
-        """Returns the fence that fails if this node's key has changed."""
+        """Returns the comparison that fails a transaction if this node's key in etcd has changed."""
         return Compare(self.keeper.view.keys.node(self.id), self.node_revision)
 
-    async def _finish(self, call: UserCall) -> bool:
-        """Ends the job once all workers hold the last total. Returns True if the job has ended, also by another worker;
-        False: this worker begins anew.
+    async def _finish_job(self, call: UserCall) -> bool:
+        """Ends the job once all workers hold the last total. Returns True if the job has ended; False: this worker has
+        begun anew, and calls the function again.
         """
         positions = call.positions
         sums = positions - 1  # the last one is the end of the function on all workers
         if call is self.call:
-            self.engine.ended(positions)
+            self.engine.note_return(positions)
         while self.keeper.view.running and call is self.call:
             job = self.keeper.view
             if self.engine.core.stable >= positions and not self.paused and job.workers is not None:
@@ -262,8 +262,8 @@ class ElasticNode(WorkerNode):
 
     # -- what comes out ---------------------------------------------------------------------------
 
-    def _report_counts(self, step: int, numbers: dict[str, float]) -> None:
-        """Emits the numbers of a step, on the most senior worker."""
+    def _emit_numbers(self, step: int, numbers: dict[str, float]) -> None:
+        """Emits the numbers that user code reported of a stable step, if this is the most senior worker."""
         view = self.engine.core.view
         if view is not None and view.workers[:1] == (self.id,) and not self.paused:
             self.events.emit("commit", f"step {step} is stable", epoch=step, transient=True, fields=numbers)

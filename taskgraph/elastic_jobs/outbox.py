@@ -90,13 +90,13 @@ class Outbox:
         self._sending: asyncio.Task[None] | None = None  # sends what waits, one message after the other
 
     def put(self, view: int, message: Call) -> None:
-        """Sends a message of a view after all earlier ones."""
+        """Queues a message of a view, and begins to send it once all earlier ones are sent."""
         self._waiting.append(_Waiting(view, message, self._trace.begin()))
         if self._sending is None:
             self._send_now()
 
     def confirm(self, stable: int) -> None:
-        """Drops messages that the worker has taken: it holds the totals below `stable`."""
+        """Drops unconfirmed messages that are not needed: sums of totals below `stable`, and all of an old view."""
         left: list[_Sent] = []
         for sent in self._unconfirmed:
             view, message, _ = sent.what
@@ -107,13 +107,13 @@ class Outbox:
         self._unconfirmed = left
 
     def _send_now(self) -> None:
-        """Sends what waits without a task, if there is a session; else starts a task that does."""
+        """Sends all waiting messages at once; without a session, starts a task that sends them."""
         while self._waiting:
             first = self._waiting[0]
             if first.view >= self._view():
                 value = getattr(first.message, "value", None)
                 quiet = not (isinstance(value, Encoded) and value.buffers)  # a reply frees the memory of large sums
-                if (call := self._begin(first.message, quiet)) is None:
+                if (call := self._call_now(first.message, quiet)) is None:
                     self._start_task()
                     return
                 self._unconfirmed.append(_Sent(call, first))
@@ -121,8 +121,8 @@ class Outbox:
                     self._note_sent(first)
             self._waiting.popleft()
 
-    def _begin(self, message: Call, quiet: bool) -> asyncio.Future[Reply] | None:
-        """Sends a message, and returns the call, whose result is the reply; None: there is no session."""
+    def _call_now(self, message: Call, quiet: bool) -> asyncio.Future[Reply] | None:
+        """Sends a message at once, and returns the future of its reply; None: no session, so it is not sent."""
         peer = self._node.router.peer(self._peer)
         if peer is None or self._node.injects_held:
             return None
@@ -131,13 +131,13 @@ class Outbox:
         except (Refused, TransportError):
             return None
         if isinstance(call, CallFuture) and not call.done():
-            call.listener = self._replied
+            call.listener = self._handle_reply
         elif call is not None:
-            call.add_done_callback(self._replied)
+            call.add_done_callback(self._handle_reply)
         return call
 
-    def _replied(self, call: asyncio.Future[Reply]) -> None:
-        """Drops a message that was taken. If it was not, all that are unconfirmed are sent again."""
+    def _handle_reply(self, call: asyncio.Future[Reply]) -> None:
+        """Drops a message whose call got a reply. If the call failed, sends all unconfirmed messages again."""
         if call.cancelled() or not self._node.running:
             return  # it is forgotten, or the transport is closed
         sent = next((sent for sent in self._unconfirmed if sent.call is call), None)
@@ -150,44 +150,44 @@ class Outbox:
             self._start_task()
 
     def _start_task(self) -> None:
-        """Starts a task that sends all again that is unconfirmed, and then what waits."""
+        """Starts a task that sends all unconfirmed messages again, and then those that wait."""
         again, self._unconfirmed = self._unconfirmed, []
         for sent in again:
             _forget(sent.call)
         self._waiting.extendleft(sent.what for sent in reversed(again))
         self._sending = task = self._node.own(self._send_all(), f"send to {self._peer}")
-        task.add_done_callback(self._sent_all)
+        task.add_done_callback(self._sending_ended)
 
-    def _sent_all(self, task: asyncio.Future[None]) -> None:
-        """Goes on without a task, once `_send_all` has ended."""
+    def _sending_ended(self, task: asyncio.Future[None]) -> None:
+        """Called when the task of `_send_all` ends: sends what came meanwhile without a task."""
         self._sending = None
         if not task.cancelled() and self._node.running:
             self._send_now()
 
     async def _send_all(self) -> None:
-        """Sends what waits, one message after another, until none waits."""
+        """Sends the waiting messages one after another, each until it is taken. Skips those of an old view."""
         while self._waiting:
             first = self._waiting[0]
             if first.view >= self._view():
-                if not await self._sent(first.message):
+                if not await self._send_once(first.message):
                     continue
                 self._note_sent(first)
             self._waiting.popleft()
 
     def _note_sent(self, sent: _Waiting) -> None:
-        """Keeps a span of a message that was sent."""
+        """Adds a span of the sent message to the trace."""
         if sent.mark is not None:
             value = getattr(sent.message, "value", None)
             size = value.size_bytes if isinstance(value, Encoded) else -1
             name, peer = _NAMES[type(sent.message)], name_of(self._peer)
             self._trace.keep(sent.mark, "send", f"{name} to {peer}", peer=peer, size_bytes=size)
 
-    async def _sent(self, message: Call) -> bool:
+    async def _send_once(self, message: Call) -> bool:
         """Sends a message. Returns True once it is taken; False, after a pause, if it must be sent again."""
         peer = self._node.router.peer(self._peer)
         if peer is not None:
             try:
-                await self._inject(message)
+                await self._inject_fault(message)
                 await self._node.transport.call(peer, message)
                 if isinstance(message, PartSums) and self._node.injects_held:
                     await self._node.point("sent", 0, message.position)
@@ -199,15 +199,15 @@ class Outbox:
         await self._node.short_pause()
         return False
 
-    async def _inject(self, message: Call) -> None:
-        """Lets an injected fault act before a message is sent."""
+    async def _inject_fault(self, message: Call) -> None:
+        """In a test, gives an injected fault the chance to act before the message is sent."""
         if self._node.injects_held and isinstance(message, PartSums | HoldsTotals | WorkerReport):
             stage = {PartSums: "part", HoldsTotals: "total", WorkerReport: "report"}[type(message)]
             await self._node.point(stage, 0, message.position)
 
 
 def _forget(call: asyncio.Future[Reply]) -> None:
-    """Cancels a call, without a call of its listener."""
+    """Cancels a call; its listener is not called."""
     if isinstance(call, CallFuture):
         call.listener = None
     call.cancel()
@@ -241,7 +241,7 @@ class Outboxes:
                 self.to(worker).put(view, message)
 
     def confirm(self, stable: int) -> None:
-        """Drops the messages that workers have taken: all of the view hold the totals below `stable`."""
+        """Drops unconfirmed messages that no worker needs: all workers of the view hold the totals below `stable`."""
         for outbox in self._outboxes.values():
             outbox.confirm(stable)
 

@@ -86,7 +86,7 @@ class Round:
             self._modules.begin()
 
     def close(self, part: Part) -> Sums:
-        """Returns what a part contributes.
+        """Ends a part after its loop body, and returns the sums that it contributes.
 
         Raises:
             StepError: it contributes nothing, or something unlike the first part.
@@ -114,12 +114,12 @@ class Round:
     def _check_parameters(self, where: str) -> None:
         """Raises StepError if a part has changed a parameter, or left a gradient."""
         assert self.gradients is not None
-        if (changed := self.gradients.changed()) is not None:
+        if (changed := self.gradients.find_changed()) is not None:
             raise StepError(
                 f"{where} changed the parameter {changed}: parts have to start from the same parameters; call "
                 f"optimizer.step() after `for part in step`"
             )
-        if (left := self.gradients.left()) is not None:
+        if (left := self.gradients.find_left()) is not None:
             raise StepError(
                 f"{where} left a gradient in {left}.grad, which no total gets: call part.backward(loss) in place of "
                 f"loss.backward()"
@@ -260,7 +260,7 @@ class Part:
         if loss.numel() != 1:
             raise StepError(f"part.backward takes the mean over the part, not a loss of shape {tuple(loss.shape)}")
         counted = self._checked_weight(weight, reduce)
-        if (left := gradients.left()) is not None:
+        if (left := gradients.find_left()) is not None:
             raise StepError(f"{left}.grad is set before part.backward(loss), which calls loss.backward() itself")
         loss.backward(inputs=inputs if inputs is None or hasattr(inputs, "backward") else list(inputs))
         taken = gradients.take()
@@ -297,7 +297,7 @@ class Part:
         return counted
 
     def sums(self, changes: Mapping[str, Any]) -> Sums:
-        """Returns what the part contributes; `changes` are those of modules' buffers."""
+        """Returns the sums that the part contributes; `changes`: buffer of a module -> how the part changed it."""
         tree: dict[str, Any] = {"add": self._added}
         if changes:
             tree["buffers"] = dict(changes)
@@ -310,14 +310,14 @@ class Part:
         return Sums.of(tree, collected, self._round.allocate)
 
     def _encoded(self) -> Encoded:
-        """Encodes what the part collected, with what it carries."""
+        """Encodes what the part collected, with what goes along: its pushes to tables, where its lane stands."""
         pytorch()
         whole = {**self.collected, CARRIED: self.carried} if self.carried else self.collected
         return encode(whole, what=f"part.collect of part {self.number}")
 
 
 class _Backward:
-    """What `backward` took from one part."""
+    """The loss and the gradients that `part.backward` took, summed over its calls in one part."""
 
     def __init__(self, weight: float, reduce: str) -> None:
         self.weight = weight
@@ -333,7 +333,7 @@ class _Backward:
 
 
 def title(path: tuple[str, ...]) -> str:
-    """Names what is at a path of the sums of a part."""
+    """Returns words for a path in a part's sums, for messages: `part.add(hits=...)`, `the gradient of model.bias`."""
     kind, names = path[0] if path else "", ".".join(path[1:])
     if kind in KINDS.values():
         return f"the gradient of {names}"

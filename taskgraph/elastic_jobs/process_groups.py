@@ -25,7 +25,7 @@ _PARTS_OF_COMPLEX: Final = {"c8": "f4", "c16": "f8"}
 
 
 class Keys(Protocol):
-    """How the workers of a view find each other."""
+    """Keys that the workers of a view share, by which their processes find each other."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -33,7 +33,7 @@ class Keys(Protocol):
 
 
 class _Store(dist.Store):  # type: ignore[misc]  # PyTorch is checked as untyped
-    """The keys of a view, as PyTorch asks for them."""
+    """The keys of a view as a `Store` of PyTorch."""
 
     def __init__(self, keys: Keys) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def sum_over(
 
     Args:
         zeros: an array for each sum, with its size and dtype.
-        held: what this worker adds to each of them: none, or several times.
+        held: this worker's arrays: each item has one for each sum, and all items are added. May be empty.
 
     Raises:
         JobError: PyTorch cannot sum such a dtype.
@@ -104,7 +104,7 @@ def sum_over(
 
 
 def _with_dtype(total: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Returns a total of what `_as_summable` returned, in the dtype before that."""
+    """Undoes `_as_summable` on a total: returns it with `dtype`, that of the array before."""
     return total.astype(dtype) if dtype.kind in "iu" and dtype.itemsize < total.itemsize else total.view(dtype)
 
 

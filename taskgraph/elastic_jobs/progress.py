@@ -44,7 +44,7 @@ class Carried(Protocol):
         """Returns a value that travels. Later changes must not reach it."""
 
     def load(self, captured: Any) -> None:
-        """Takes what another worker captured."""
+        """Replaces the own content by a value that `captured` returned, on another worker or before a checkpoint."""
 
     def digests(self) -> dict[str, bytes]:
         """Returns digests by name, which are compared with those of other workers, as those of the state are."""
@@ -83,8 +83,8 @@ class Progress:
         self._known: list[Any] = []  # values of `early` that came with the copied state, and user code has not got
 
     def begin(self, state: Any) -> int | None:
-        """Waits until user code may compute. Returns the number of the first step, if this worker begins with a copied
-        state, and loads that.
+        """Waits until user code may compute. If this worker begins with a copied state, loads it and returns the number
+        of the first step after it; None: it begins with its own.
 
         Args:
             state: what `run.state` got.
@@ -93,7 +93,7 @@ class Progress:
             StateError: it is unlike the copied one.
             StepError: `run.steps` got other arguments where the state was made.
         """
-        self._wait()
+        self._wait_to_begin()
         self.in_steps = True
         if self._copied is None:
             return None
@@ -111,7 +111,7 @@ class Progress:
             carried.load(content["carried"][name])
         return step
 
-    def _wait(self) -> None:
+    def _wait_to_begin(self) -> None:
         """Waits, the first time, until user code may compute, and keeps the copied state, if there is one."""
         if self._begun:
             return
@@ -128,7 +128,7 @@ class Progress:
             self._copied = copied.step, copied.position, copied.tag, content
 
     def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None, *, repeatable: bool = False) -> int | Sums:
-        """Asks for a part of the position at work, or for its total, as `UserCall.ask` does.
+        """Gives the part `done`, and returns the next part's number, or the position's total: see `UserCall.ask`.
 
         Args:
             what: tells this position from others: all workers ask for the same.
@@ -158,17 +158,17 @@ class Progress:
         self._inside = ""
 
     def wait(self, future: Future[None]) -> None:
-        """Waits for what the rounds give (`dealing`)."""
+        """Waits for a future of `hand`, without the turn: other workers of this process run user code meanwhile."""
         with self.turn.passed():
             self.node.block(future)
 
     def end(self) -> None:
-        """Waits until user code has returned on all workers, in a round of its own: one that goes on differs.
+        """Waits, in a round of its own, until user code has returned on all workers; one that goes on is excluded.
 
         Raises:
             StepError: user code has returned before the first step, unlike that of the worker whose state is copied.
         """
-        self._wait()
+        self._wait_to_begin()
         self.node.trace.end_step()
         if not self.in_steps and self._copied is not None:
             raise StepError(
@@ -180,7 +180,7 @@ class Progress:
             done = answer, Sums.of({})
 
     def boundary(self, number: int, state: Any, members: Sequence[str] = ()) -> None:
-        """Gives the state to who waits for it, and seeds the generators alike, before a step.
+        """Called before each step or turn: gives the state to those that wait for it, and seeds the generators.
 
         Args:
             number: of the step.
@@ -209,10 +209,10 @@ class Progress:
         return found
 
     def seed(self, what: int) -> None:
-        """Seeds the generators alike on all workers."""
+        """Seeds the generators from the job's seed, the position and `what`: alike on all workers."""
         seed_generators(derived_seed(self.node.spec.seed, self.position, what))
 
-    def pieces(
+    def compute_pieces(
         self, call: str, function: Callable[[Any], Any], pieces: Sequence[Any], modules: Modules | None
     ) -> list[Any]:
         """Computes each piece once, on some worker. Returns all results, in order, on all workers.
@@ -226,7 +226,7 @@ class Progress:
         """
         if not pieces:
             return []
-        self._wait()
+        self._wait_to_begin()
         if not self.in_steps and self._copied is not None:
             if not self._known:
                 raise StepError(

@@ -28,7 +28,7 @@ class StableReports:
         self.note_stable(self._stable)
 
     def note_stable(self, stable: int) -> None:
-        """The totals below this position are stable."""
+        """Lets the reports count that waited for the totals below this position to be stable."""
         self._stable = max(stable, self._stable)
         while self._waiting and self._waiting[0][0] <= self._stable:
             _, step, numbers = self._waiting.pop(0)
@@ -37,11 +37,11 @@ class StableReports:
             self._counts(step, whole)
 
     def packed(self) -> tuple[bytes, ...]:
-        """Returns the reports that count, to send or keep them."""
+        """Returns the encoded reports that count, for newcomers, checkpoints and the job's result."""
         return tuple(self._log.packed())
 
     def continue_from(self, packed: Iterable[bytes], step: int) -> None:
-        """Takes the reports of the steps before `step`, the first one of this worker. Later ones may be among them."""
+        """Replaces all reports by those of the steps before `step`, this worker's first; ignores later ones."""
         self._log = ReportLog.unpack(list(packed))
         self._log.cut(step)
         self._waiting.clear()

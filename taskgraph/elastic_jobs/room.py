@@ -12,7 +12,7 @@ __all__ = ["Room"]
 
 
 class Room:
-    """Memory for large arrays.
+    """Memory for the large arrays of a copy of the state, allocated ahead.
 
     Args:
         allocate: gives memory that other processes of the host can read.
@@ -23,7 +23,7 @@ class Room:
         self._ready: dict[int, list[Block]] = {}
 
     def fill(self, sizes: Iterable[int]) -> None:
-        """Makes memory for arrays of these sizes, in bytes. Call it in a thread."""
+        """Allocates and touches memory for arrays of these sizes, in bytes. It takes long: call it in a thread."""
         for nbytes in sizes:
             block = self._allocate(nbytes)
             if block is not None:
@@ -32,6 +32,6 @@ class Room:
                 self._ready.setdefault(nbytes, []).append(block)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Gives memory that is ready, or else new memory, as `graph.blocks.Allocate` does."""
+        """Returns memory that `fill` made, else new memory; None: there is none (as `graph.blocks.Allocate`)."""
         ready = self._ready.get(nbytes)
         return ready.pop() if ready else self._allocate(nbytes)

@@ -88,7 +88,7 @@ class Run:
         What it does outside the job may happen twice, if its worker is lost meanwhile.
         """
         _check_callable("run.once", function)
-        (value,) = self._pieces("run.once", lambda _: function(), [None])
+        (value,) = self._compute_pieces("run.once", lambda _: function(), [None])
         return cast(T, value)
 
     def map(self, function: Callable[[V], R], pieces: Iterable[V]) -> list[R]:
@@ -97,7 +97,7 @@ class Run:
         Call it outside the part loop, on all workers alike and with the same pieces.
         """
         _check_callable("run.map", function)
-        return self._pieces("run.map", function, list(pieces))
+        return self._compute_pieces("run.map", function, list(pieces))
 
     def group(self) -> Group:
         """Begins a turn of a loop that has no steps and parts. Returns the workers that it works with.
@@ -153,20 +153,20 @@ class Run:
         return self._shards
 
     def _check_only_loop(self, call: str) -> None:
-        """Raises StepError if the job has another loop."""
+        """Raises StepError if the job has begun a loop already: `run.steps`, `run.group` or `run.shards`."""
         others = {"run.steps(...)": self._steps, "run.group()": self._turns, "run.shards(...)": self._shards}
         for other, made in others.items():
             if made is not None:
                 again = "again" if other == call else f"in a job that has called {other}"
                 raise StepError(f"{call} {again}: a job has one loop, since newcomers begin at its top")
 
-    def _pieces(self, call: str, function: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
-        """Computes pieces as `Progress.pieces` does. Raises StepError within a loop over parts or pieces."""
+    def _compute_pieces(self, call: str, function: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
+        """Computes pieces as `Progress.compute_pieces` does. Raises StepError within a loop over parts or pieces."""
         if self._steps is not None and self._steps.in_part_loop:
             raise StepError(f"{call} in the part loop: call it before or after `for part in step`")
         if self._shards is not None and self._shards.number >= 0:
             raise StepError(f"{call} in the loop over run.shards: call it before or after that")
-        return self.progress.pieces(call, function, pieces, kept_modules(self.named))
+        return self.progress.compute_pieces(call, function, pieces, kept_modules(self.named))
 
     def check_part_loop_ended(self) -> None:
         """Raises StepError if user code has left a part loop early."""
@@ -311,14 +311,16 @@ class Run:
 
     def _pieces_of(self, call: str, source: Source) -> list[Any]:
         """Returns the pieces of a source: one worker finds them, and all get them."""
-        (packed,) = self._pieces(call, lambda _: packed_pieces(source), [None])
+        (packed,) = self._compute_pieces(call, lambda _: packed_pieces(source), [None])
         return unpacked_pieces(packed)
 
     def _lanes(self, source: Source, options: LaneOptions) -> Lanes:
         """Makes the lanes of a source, which travel with the state."""
         call = "run.steps(source)"
         pieces = self._pieces_of(call, source)
-        lanes = Lanes(source, pieces, options, lambda function, numbers: self._pieces(call, function, [*numbers]))
+        lanes = Lanes(
+            source, pieces, options, lambda function, numbers: self._compute_pieces(call, function, [*numbers])
+        )
         self.progress.carried["lanes"] = lanes
         return lanes
 

@@ -30,7 +30,7 @@ class Turn:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Waits for the turn, and has it in the block, which runs user code."""
+        """Waits for the turn, and holds it during the block, which runs user code."""
         with self._lock:
             _this_thread.has_turn = True
             try:
@@ -40,7 +40,7 @@ class Turn:
 
     @contextlib.contextmanager
     def passed(self) -> Iterator[None]:
-        """Passes the turn on in the block, which waits; then waits for the turn again."""
+        """Releases the turn during the block, which waits for other workers; then waits for the turn again."""
         self._lock.release()
         try:
             yield

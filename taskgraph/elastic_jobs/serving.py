@@ -63,7 +63,7 @@ class Serving:
         return Accepted()
 
     async def __call__(self, peer: str, message: Call) -> Reply:
-        """Answers a call."""
+        """Answers a call that `answer_now` did not; returns a refusal if the node ends."""
         node = self._node
         if not node.running:
             return Refusal(Reason.CLOSING, "")
@@ -92,7 +92,7 @@ class Serving:
         return Refusal(Reason.CLOSING, "")
 
     def _totals_for(self, newcomer: str, message: FollowTotals) -> Reply:
-        """Returns totals for a newcomer, and keeps those from its position on."""
+        """Returns totals for a newcomer, and keeps those from its position on for it, if they are still there."""
         engine = self._node.engine
         first, totals = engine.totals.page(message.position)
         if first <= message.position:

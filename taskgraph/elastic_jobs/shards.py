@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from taskgraph.driver.loading import note_piece
 from taskgraph.elastic_jobs.dealing import Dealing, Gifts
-from taskgraph.elastic_jobs.hand import Finished
+from taskgraph.elastic_jobs.hand import FinishedPiece
 from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import capture, check_parameters
@@ -115,14 +115,14 @@ class Pieces:
         self._finish(0, error)
 
     def _finish(self, rows: int, error: BaseException | None) -> None:
-        """Gives the piece at work to the rounds, with its pushes or the error."""
+        """Hands the piece at work to the rounds, with what counts with it, or with the traceback of the error."""
         ticket, watch, gifts = self.at_work, self.run.progress.watch, self.run.gifts
         assert ticket is not None
         self.at_work = None
         note_piece(False)
         gift = None if gifts is None else gifts.take(ticket, counts=error is None)
         text = "" if error is None else UserCodeError("", error).traceback_text
-        self._dealing.hand.finish(Finished(ticket, rows, gift, text))
+        self._dealing.hand.finish(FinishedPiece(ticket, rows, gift, text))
         if watch is not None:
             watch.shard("sums", self._dealing.tally.ledger.done)
 

@@ -53,7 +53,7 @@ def refuse_shared_memory(leaves: Iterable[tuple[str, Any]]) -> None:
         found += _arrays(path, each.state_dict(), plain=False)
     pairs = [(other, one) if other.plain else (one, other) for one, other in _pairs(found)]
     if pairs:
-        raise _error(*min(pairs, key=lambda pair: (pair[0].path, pair[1].path)))
+        raise _sharing_error(*min(pairs, key=lambda pair: (pair[0].path, pair[1].path)))
 
 
 def _pairs(found: list[_Array]) -> Iterator[tuple[_Array, _Array]]:
@@ -67,7 +67,7 @@ def _pairs(found: list[_Array]) -> Iterator[tuple[_Array, _Array]]:
                 yield one, other
 
 
-def _error(plain: _Array, other: _Array) -> StateError:
+def _sharing_error(plain: _Array, other: _Array) -> StateError:
     """Returns the error for two arrays that share memory."""
     example = f"{other.path}.{'copy' if isinstance(plain.value, np.ndarray) else 'clone'}()"
     if not other.plain:
@@ -96,7 +96,7 @@ def _arrays(path: str, value: Any, *, plain: bool) -> Iterator[_Array]:
 
 
 def _share(one: Any, other: Any) -> bool:
-    """Says whether two arrays whose ranges of memory overlap have an element in common."""
+    """True if two arrays whose ranges of memory overlap have an element in common; for tensors always True."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.shares_memory(one, other)
     return True

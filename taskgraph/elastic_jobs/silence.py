@@ -22,7 +22,7 @@ _BEATS = 10
 
 
 class Silence:
-    """Watches the other workers of the view.
+    """Finds workers of the view that do not answer while work stands still.
 
     Args:
         changed: called when a worker becomes silent, or answers again.
@@ -35,7 +35,7 @@ class Silence:
         self._asking: set[str] = set()
 
     async def run(self) -> None:
-        """Watches until cancelled."""
+        """Asks the other workers while work stands still, and emits `lost` for silent ones; until cancelled."""
         node, ttl_s = self._node, self._node.settings.lease_ttl_s
         beat_s = ttl_s / _BEATS
         before: object = None
@@ -62,7 +62,7 @@ class Silence:
                 self._changed()
 
     async def _ask(self, worker: str) -> None:
-        """Asks one worker, and notes its answer."""
+        """Probes one worker, and tells the detector if it answers."""
         try:
             peer = self._node.router.peer(worker)
             if peer is not None:

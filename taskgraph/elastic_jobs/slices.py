@@ -30,7 +30,7 @@ __all__ = ["Slices", "encode_slices"]
 def encode_slices(
     sums: Sequence[Sums], owners: Sequence[str], others: Sequence[str], allocate: Allocate
 ) -> dict[str, Encoded]:
-    """Encodes sums for each other worker of the view: its slice; the layout and what was collected if it owns none.
+    """Encodes sums for each other worker of the view: its slice; if it owns none, only layout and collected values.
 
     The sums must not change later.
     """
@@ -93,19 +93,19 @@ class Slices:
         self._send(at.view, SliceSum(at.view, at.position, value))
 
     def put(self, view: int, position: int, owner: str, sums: Sums) -> None:
-        """Takes the sum of a slice."""
+        """Keeps the sum of a slice, as its owner has added it up."""
         self._found.setdefault((view, position, owner), sums)
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """The other workers whose slice sums this one waits for."""
+        """The other owners whose slice sums are missing here."""
         at = self._at
         if at is None:
             return ()
         return tuple(w for w in at.owners if w != self._node.id and (at.view, at.position, w) not in self._found)
 
     def take_total(self) -> tuple[SumTogether, Total] | None:
-        """Returns what was added up, and the total, once the sums of all slices are there; None: they are not."""
+        """Returns the action of `begin` and its total, once, if the sums of all slices are there; else None."""
         at, whole = self._at, self._whole
         if at is None or whole is None:
             return None
@@ -117,7 +117,7 @@ class Slices:
         return at, Total(partial(join_slices, whole, slices, self._node.router.allocate), sum(s.nbytes for s in slices))
 
     def drop(self, view: int, position: int) -> None:
-        """Keeps nothing of older views and positions."""
+        """Drops slice sums of views before `view` and of positions before `position`, and stops adding up for those."""
         self._found = {key: sums for key, sums in self._found.items() if key[0] >= view and key[1] >= position}
         if self._at is not None and (self._at.view < view or self._at.position < position):
             self._at = self._whole = None

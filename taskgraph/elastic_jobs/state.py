@@ -62,7 +62,7 @@ class State:
 
 
 def _unknown_text(name: str, objects: dict[str, Any]) -> str:
-    """Returns the text for a name that the state does not have."""
+    """Returns the text of the error for a name that the state does not have."""
     return (
         f"the state has no {name!r}, only {', '.join(sorted(objects)) or 'nothing'}: name it in run.state({name}=...), "
         f"or use a variable for what no later step reads"
@@ -236,7 +236,7 @@ def load(state: Any, loaded: Mapping[str, Any]) -> None:
 
 
 def _items(value: Any) -> dict[Any, Any]:
-    """Returns what a state, dict or instance of a dataclass has, by name."""
+    """Returns name -> value of a state, a dict or an instance of a dataclass; {} for None."""
     if value is None:
         return {}
     if isinstance(value, State):
@@ -248,7 +248,7 @@ def _items(value: Any) -> dict[Any, Any]:
 
 
 def _captured(value: Any) -> Any:
-    """Makes a value that travels."""
+    """Returns an object of the state as a value that travels: a module or optimizer as its state dict."""
     torch = pytorch()
     if torch is not None and isinstance(value, torch.nn.Module):
         return {
@@ -270,7 +270,7 @@ def _captured(value: Any) -> Any:
 
 
 def _loaded(name: str, known: Any, new: Any) -> Any:
-    """Loads a captured value into `known`, if that is possible. Returns what takes its place."""
+    """Loads a captured value in place into `known`, and returns `known`; if impossible, returns the new value."""
     torch = pytorch()
     if torch is not None and isinstance(known, torch.nn.Module):
         _load_module(name, known, new)
@@ -324,7 +324,7 @@ def _load_dict(name: str, known: Any, state: Any) -> None:
 
 
 def _loaded_tensor(torch: ModuleType, known: Any, new: Any) -> Any:
-    """Loads a tensor in place if shape and dtype are equal. Returns what takes its place."""
+    """Loads a tensor in place if shape and dtype are equal, and returns it; else returns a new one."""
     if not isinstance(new, torch.Tensor):
         return writable(new)
     if new.shape == known.shape and new.dtype == known.dtype:

@@ -95,10 +95,10 @@ class Steps:
                 mark = trace.begin()
                 found = progress.digests(state)
                 trace.keep(mark, "loop", "digest of the state")
-                self._step.check_state({**found, **digests_of_arguments(self.feed.arguments)})
-                self._check_changed(number, found)
+                self._step.tag_state({**found, **digests_of_arguments(self.feed.arguments)})
+                self._emit_unchanged(number, found)
                 progress.node.note_large(large_sizes(state))
-            self._step.begin_code()
+            self._step.begin_code_span()
             yield self._step
             self._step.end()
             number += 1
@@ -106,7 +106,7 @@ class Steps:
         if watch is not None:
             watch.last_boundary(number, state)
 
-    def _check_changed(self, number: int, found: dict[str, bytes]) -> None:
+    def _emit_unchanged(self, number: int, found: dict[str, bytes]) -> None:
         """Emits an event, on the most senior worker, if the first steps left the state as it was."""
         node = self.run.progress.node
         if number == 0:
@@ -177,7 +177,7 @@ class Step:
             StepError: a part contributes nothing, or something unlike the others; or a loop was left early.
         """
         self.check_part_loop_ended()
-        self._end_code()
+        self._end_code_span()
         self.round += 1
         self._over, self._total = False, None
         steps, trace = self._steps, self._steps.run.progress.node.trace
@@ -224,36 +224,36 @@ class Step:
         self._total, self._over = total, True
         progress.seed(SUMMED)
         trace.keep(mark, "total", "puts the total in place")
-        self.begin_code()
+        self.begin_code_span()
 
     @property
     def in_part_loop(self) -> bool:
         """True while user code takes parts."""
         return not self._over
 
-    def check_state(self, found: dict[str, bytes]) -> None:
-        """Puts the digest of the state before this step into the tag of its first round, to be compared."""
+    def tag_state(self, found: dict[str, bytes]) -> None:
+        """Adds the digest of the state before this step to the tag of its first round: workers compare their tags."""
         self._state = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).digest()
         self._steps.run.progress.node.note_digests(self.number, found)
 
     def end(self) -> None:
         """Ends the step, when user code asks for the next one."""
         self.check_part_loop_ended()
-        self._end_code()
+        self._end_code_span()
         self._rows.end()
         if self._gradients is not None:
             self._gradients.clear()
 
-    def begin_code(self) -> None:
+    def begin_code_span(self) -> None:
         """Begins a span of user code outside the part loop, for `taskgraph trace`."""
         self._code = self._steps.run.progress.node.trace.begin()
 
-    def _end_code(self) -> None:
+    def _end_code_span(self) -> None:
         """Ends the span of user code."""
         self._steps.run.progress.node.trace.keep(self._code, "loop", "your code")
 
     def _check_finite(self, sums: Sums, total: dict[str, Any]) -> None:
-        """Does what `nonfinite` says if a total has nan or inf. Of several such totals the first one gives an event."""
+        """Emits an event (one for several totals in a row) or raises StepError if a total has nan or inf."""
         how = self._steps.options.nonfinite
         if how == "ignore":
             return
@@ -312,7 +312,7 @@ class Step:
         return self._total
 
     def report(self, **numbers: Any) -> None:
-        """Reports numbers, once the step is stable."""
+        """Reports numbers of this step; they count once its totals are stable."""
         self.check_part_loop_ended()
         progress = self._steps.run.progress
         given = plain_numbers(numbers, lambda: f"step {self.number}")

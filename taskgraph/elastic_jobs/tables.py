@@ -40,7 +40,7 @@ Packed = Sequence[tuple[str, bool, Ids, Array]]
 
 
 class Pushes:
-    """What one part, or one piece, pushes."""
+    """The pushes of one part or piece, to all tables."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, bool], list[tuple[Ids, Array]]] = {}
@@ -59,7 +59,7 @@ class Pushes:
         return [(*of, *_summed(pushes)) for of, pushes in sorted(self._kept.items())]
 
     def take_embedded(self, weight: float, *, mean: bool) -> bool:
-        """Takes weight * gradient of the embedded rows that have one. False: none has."""
+        """Adds weight * gradient of the embedded rows that have one as pushes. Returns False if none has."""
         having = [(name, ids, rows) for name, ids, rows in self.embedded if rows.grad is not None]
         for name, ids, rows in having:
             gradient, rows.grad = rows.grad, None
@@ -82,7 +82,7 @@ def _summed(pushes: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
 class Tables:
     """All tables of a run.
 
-    The `Gifts` of `run.shards`, too: what counts with the pieces.
+    They are the `Gifts` of `run.shards`, too: pushes count with their piece.
 
     Attributes:
         pushes: of the part or piece at work; None: nothing may be pushed.
@@ -123,7 +123,7 @@ class Tables:
         pushes.take_embedded(1.0, mean=False)
         return pushes.packed() or None
 
-    def counted(self, ticket: Ticket, gift: Packed | None) -> None:
+    def apply_gift(self, ticket: Ticket, gift: Packed | None) -> None:
         """Changes the rows that a piece pushed to, which counts now."""
         if gift is not None:
             self.apply([gift])

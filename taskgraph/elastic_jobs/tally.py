@@ -24,7 +24,7 @@ __all__ = ["Failure", "News", "Settled", "Tally", "holder_of", "share_of_round",
 
 
 def share_of_round(bound: int, index: int, workers: int, position: int) -> int:
-    """Returns how many pieces one worker may contribute to a round in which `bound` pieces count at most.
+    """Returns how many finished pieces one worker may contribute to a round in which at most `bound` pieces count.
 
     A worker contributes to a round after it has applied the one before. So what it has lacks one round at most, and
     that has no more than `bound` pieces. If there are more workers than that, they take turns.
@@ -44,12 +44,12 @@ def holder_of(worker: str, since: int) -> str:
 
 
 def worker_of(holder: str) -> str:
-    """Returns the worker of such a name."""
+    """Returns the worker of a holder: the inverse of `holder_of`."""
     return holder.rpartition(".")[0]
 
 
 class Failure(Exception):
-    """A piece that failed for good.
+    """A piece that failed so often that it fails the job.
 
     Attributes:
         piece: its number in the ledger.
@@ -125,7 +125,7 @@ class News:
 
 @dataclass(slots=True)
 class Settled:
-    """What followed from one round.
+    """What the contributions to one round led to, alike on all workers.
 
     Attributes:
         dealt: holder -> the pieces dealt to it.
@@ -162,7 +162,7 @@ class Tally:
         return max(1, len(self.view[1]))
 
     def apply(self, news: Sequence[News]) -> Settled:
-        """Applies the contributions to a round, which are in the same order on all workers."""
+        """Applies the contributions to a round, in an order that is equal on all workers: counts pieces, then deals."""
         ledger, settled = self.ledger, Settled()
         self.now += max((each.elapsed_s for each in news), default=0.0)
         for each in news:
@@ -181,7 +181,7 @@ class Tally:
         return settled
 
     def _count(self, news: News, settled: Settled) -> None:
-        """Counts the results and errors of one worker's news."""
+        """Counts the finished and failed pieces in one worker's news, and adds what followed to `settled`."""
         for at, (ticket, rows) in enumerate(news.done):
             if self.ledger.count(news.holder, ticket, self.now, rows):
                 settled.counted.append((news.holder, ticket, news.gifts.get(at)))
@@ -205,7 +205,7 @@ class Tally:
     # -- as a value -------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns the tally as a value that travels; as large as what is under way."""
+        """Returns the tally as a value that travels; it grows with the pieces under way, not with all pieces."""
         return {"ledger": self.ledger.state(), "view": [self.view[0], list(self.view[1])], "now": self.now}
 
     @classmethod

@@ -58,7 +58,7 @@ class _Keys:
         self._send(key, value)
 
     def put(self, key: str, value: bytes) -> None:
-        """Takes a key that another worker set."""
+        """Keeps a key that another worker set, and wakes `get`."""
         with self._changed:
             self._found[key] = value
             self._changed.notify_all()
@@ -123,7 +123,7 @@ class _Group:
         self.keys.close()
         self._waiting.put(None)
         if self._asked is not None:
-            _settle(self._asked, GroupClosed())
+            _set_result(self._asked, GroupClosed())
         if self._group is not None:
             from taskgraph.elastic_jobs.process_groups import abort
 
@@ -146,14 +146,14 @@ class _Group:
                 found = sum_over(self._group, self._backend, zeros, held)
             except Exception as error:
                 failure = error  # the workers may have gone apart
-                _settle(result, error)
+                _set_result(result, error)
             else:
-                _settle(result, found)
+                _set_result(result, found)
         self._group = None  # its connections are closed: peers in an operation see that
 
 
-def _settle(result: Result, found: list[NDArray[Any]] | Exception) -> None:
-    """Sets the result or the error of an operation, unless it has one."""
+def _set_result(result: Result, found: list[NDArray[Any]] | Exception) -> None:
+    """Sets the future of an operation to arrays or an error, unless it is done."""
     try:
         if isinstance(found, Exception):
             result.set_exception(found)
@@ -225,7 +225,7 @@ class GroupSums:
         return True
 
     async def sum(self, view: int, zeros: _Arrays, held: Sequence[_Arrays]) -> _Arrays | None:
-        """Returns the sums over all workers of a view (`process_groups.sum_over`); None: this view has no total."""
+        """Returns the sums over a view's workers (`process_groups.sum_over`); None: the view or its group has ended."""
         if view != self._view:
             return None
         if self._group is None:
@@ -238,15 +238,15 @@ class GroupSums:
         except GroupClosed:
             return None
         except Exception as error:
-            await self._try_again(view, error)
+            await self._handle_failure(view, error)
             return None
         self._failures = 0
         return sums
 
-    async def _try_again(self, view: int, error: Exception) -> None:
-        """Waits for a view without the worker whose loss was the reason; else the same workers try again.
+    async def _handle_failure(self, view: int, error: Exception) -> None:
+        """After a failed operation, waits for a view without a lost worker; if none comes, asks for a new, equal view.
 
-        The job fails if that is of no use.
+        Fails the job instead if PyTorch cannot sum the dtype, or the group failed too often.
         """
         if isinstance(error, JobError):
             await self._fail(error)

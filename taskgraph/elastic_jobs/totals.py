@@ -51,7 +51,7 @@ class KeptTotals:
         return [self._totals[position].sums() for position in range(first, end)]
 
     def page(self, position: int) -> tuple[int, list[Sums]]:
-        """Returns the first total that is kept, and stable ones from a position on, as many as one message may have."""
+        """Returns the first position that is kept, and stable totals from `position` on that fit into a message."""
         first, size, page = self.first, 0, list[Sums]()
         for number in range(position, self._core.stable) if position >= first else ():
             size += self._totals[number].nbytes
@@ -61,16 +61,16 @@ class KeptTotals:
         return first, page
 
     def keep_for(self, newcomer: str, position: int) -> None:
-        """Keeps the totals from a position on, until the newcomer has entered and holds them, or is gone."""
+        """Keeps totals from a position on, until the newcomer holds them in a view, or is gone, or memory runs out."""
         self._keep_from[newcomer] = position, self._core.number
 
     def drop_newcomers(self, there: Container[str]) -> None:
-        """Keeps totals only for newcomers that are there, or in the view that this worker has read."""
+        """Stops keeping totals for newcomers that are neither in `there` nor in the view that this worker has read."""
         inside = self._workers
         self._keep_from = {n: kept for n, kept in self._keep_from.items() if n in there or n in inside}
 
     def drop_entered(self) -> None:
-        """Keeps no totals for newcomers in the view: more is stable since they entered, so they lack nothing below."""
+        """Stops keeping totals for newcomers that have entered: more is stable since, so they hold what they lacked."""
         for worker in self._workers:
             if worker in self._keep_from and self._keep_from[worker][1] < self._core.number:
                 del self._keep_from[worker]
@@ -80,16 +80,16 @@ class KeptTotals:
         return () if self._core.view is None else self._core.view.workers
 
     def forget(self, user_position: int) -> None:
-        """Drops stable totals below what user code has got, unless a newcomer lacks them."""
+        """Drops stable totals that user code has got, but not those that newcomers lack while memory suffices."""
         needed = min(self._core.stable, user_position)
         kept = min([needed, *(first for first, _ in self._keep_from.values())])
-        if kept < needed and (late := self._first_over_limit(kept, needed)) is not None:
+        if kept < needed and (late := self._newest_over_limit(kept, needed)) is not None:
             self._keep_from = {n: (first, view) for n, (first, view) in self._keep_from.items() if first > late}
             kept = late + 1
         self._totals = {position: total for position, total in self._totals.items() if position >= kept}
 
-    def _first_over_limit(self, kept: int, needed: int) -> int | None:
-        """Returns the newest total that is dropped: later ones take all the memory for newcomers."""
+    def _newest_over_limit(self, kept: int, needed: int) -> int | None:
+        """Returns the newest position that, with all later ones, exceeds the memory for newcomers; None: all fit."""
         room = self._most_bytes
         for position in sorted((at for at in self._totals if kept <= at < needed), reverse=True):
             room -= self._totals[position].nbytes

@@ -53,7 +53,7 @@ class WorkerTrace:
         return self._tracing.on
 
     def begin(self, *, of_step: bool = True) -> Mark | None:
-        """Begins a span; None if it is not traced.
+        """Returns the beginning of a span, for `keep`; None: it is not traced.
 
         Args:
             of_step: the span belongs to the step at work.
@@ -62,7 +62,7 @@ class WorkerTrace:
         return Mark(clock(), self.view, step) if tracing.on and tracing.is_traced(step) else None
 
     def keep(self, mark: Mark | None, kind: str, text: str, *, peer: str = "", size_bytes: int = -1) -> None:
-        """Keeps a span that ends now.
+        """Adds a span that began at `mark` and ends now to the trace; does nothing for None.
 
         Args:
             kind: says on which track it is (`observe.trace_file`).
@@ -84,21 +84,21 @@ class WorkerTrace:
         self.keep(self._step_began, "step", f"step {self.step}")
         self._step_began = None
 
-    def wait_for(self, what: str) -> None:
-        """Notes what user code waits for from now on; "": nothing."""
+    def note_wait(self, what: str) -> None:
+        """Ends the span of user code's wait, and begins one for `what`; "": it does not wait now."""
         before, mark = self._waiting
         if what != before:
             self.keep(mark, "wait for", f"waits for {before}")
             self._waiting = what, self.begin() if what else None
 
-    def change_view(self, number: int) -> None:
-        """Begins a change of the view. One that has not ended was for nothing."""
+    def begin_change(self, number: int) -> None:
+        """Begins the span of a change of the view. If one is open, ends it as given up."""
         before, mark = self._changing
         self.keep(mark, "view", f"change to view {before}, given up")
         self._changing, self.view = (number, self.begin(of_step=False)), number
 
     def end_change(self, workers: str) -> None:
-        """Ends the change of the view: its workers go on."""
+        """Ends the span of the change of the view, as its workers go on."""
         number, mark = self._changing
         self.keep(mark, "view", f"change to view {number}: {workers}")
         self._changing = number, None

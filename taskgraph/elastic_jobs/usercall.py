@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from taskgraph.elastic_jobs.adding import Finished, Merging, chain_digest
+from taskgraph.elastic_jobs.adding import FinishedParts, Merging, chain_digest
 from taskgraph.elastic_jobs.engine import Summed
 from taskgraph.elastic_jobs.room import Room
 from taskgraph.errors import JobError
@@ -114,7 +114,7 @@ class UserCall:
         return (-1, ()) if view is None else (view.number, tuple(map(name_of, view.workers)))
 
     def __call__(self) -> None:
-        """Calls the function.
+        """Calls the function, and keeps its value and the number of totals that it got.
 
         Raises:
             JobError: it raised SystemExit or KeyboardInterrupt, which would end the worker, and then the others.
@@ -134,7 +134,7 @@ class UserCall:
     def ask(
         self, position: int, parts: int, tag: bytes, done: tuple[int, Sums] | None, *, repeatable: bool
     ) -> int | Sums:
-        """Asks for the next part, or the total of the position.
+        """Gives the part `done`, waits, and returns the number of the next part, or the total of the position.
 
         Args:
             position: the number of totals that user code has got.
@@ -148,7 +148,7 @@ class UserCall:
         threads, trace, finished = self._node.threads, self._node.trace, None
         mark = trace.begin() if done is not None else None
         if done is not None and self._checking is not None:
-            self._check(*self._checking, done[1])
+            self._check_first_part(*self._checking, done[1])
         elif done is not None:
             assert self._merging is not None
             if self._engine.first_part_due and repeatable:
@@ -178,7 +178,7 @@ class UserCall:
         return self._dealt.pop(0)
 
     def _first_of(self, dealt: Sequence[int], of: int) -> int:
-        """Returns the first of the parts that user code has got; the next calls of `ask` return the others."""
+        """Keeps the parts that user code was dealt, and returns the first; later calls of `ask` return the others."""
         first, *self._dealt = dealt
         self._merging = Merging(dealt, of, self.allocate)
         self._handed_at = self._node.threads.clock()
@@ -188,8 +188,8 @@ class UserCall:
         """True if this worker holds the total of a position that user code has not reached."""
         return position < self._engine.core.position
 
-    def _check(self, newcomer: str, first: FirstPart, sums: Sums) -> None:
-        """Compares the first part of a newcomer with what this worker computes of it."""
+    def _check_first_part(self, newcomer: str, first: FirstPart, sums: Sums) -> None:
+        """Compares a newcomer's first part, which this worker has computed, too, with its digest; emits `differs`."""
         self._checking = None
         if chain_digest(b"", sums) != first.digest:
             name = name_of(newcomer)
@@ -201,11 +201,11 @@ class UserCall:
         return self._node.threads.block(self._start, None)
 
     def note_large(self, sizes: tuple[int, ...]) -> None:
-        """Keeps the sizes of the large arrays of the state, bytes: the next copy of it needs such memory."""
+        """Keeps the bytes of each large array of the state: `_make_room` allocates as much for the next copy."""
         self._large = sizes
 
     def room(self) -> Room:
-        """Returns the memory for a copy of the state that is wanted."""
+        """Returns the memory that `_make_room` made for a copy of the state; else an empty room."""
         room, self._room = self._room, None
         return room or Room(self.allocate)
 
@@ -241,18 +241,20 @@ class UserCall:
         self._node.threads.block(future, None)
 
     def take_ahead(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Returns parts of a position that came with the total before it, and of how many; none: (0, ())."""
+        """Removes and returns the parts of a position that came with the total before it: the number of all, and these.
+        (0, ()): none came.
+        """
         (at, of, parts), self._ahead = self._ahead, (-1, 0, ())
         return (of, parts) if at == position else (0, ())
 
     def keep_ahead(self, position: int, of: int, parts: tuple[int, ...]) -> None:
-        """Keeps parts of a position that came with the total before it, for who asks for the next one."""
+        """Keeps parts of a position that came with the total before it, for `ask` and `take_ahead`."""
         self._ahead = position, of, parts
 
     def run_rounds(
         self, rounds: Callable[[Engine], Coroutine[Any, Any, None]], over: Callable[[BaseException | None], None]
     ) -> None:
-        """Begins a coroutine on the loop, beside user code, which asks for nothing meanwhile.
+        """Starts a coroutine on the loop, beside user code, which must not call `ask` meanwhile.
 
         Args:
             over: called on the loop with what ended it: `Stopped` if the call ends before.
@@ -285,11 +287,11 @@ class UserCall:
         self._start.set_result(copy)
 
     def stop(self) -> None:
-        """Raises `Stopped` in user code, as soon as it asks for something."""
+        """Ends the call: raises `Stopped` in user code once it asks for something, and cancels rounds and copies."""
         self._stopped = True
         if not self._start.done():
             self._start.set_exception(Stopped())
-        self._engine.stop(Stopped())
+        self._engine.answer_with_error(Stopped())
         if self._rounds is not None:
             self._rounds.cancel()
         for _, awaited in (*self._wanted, *self._unstable):
@@ -332,13 +334,13 @@ class UserCall:
         self._unstable = [(copy, awaited) for copy, awaited in self._unstable if copy.position > stable]
 
     async def returned(self) -> Encoded | None:
-        """Returns the value once the function has returned it; None: the call is stopped."""
+        """Waits until the function has returned, and returns its value; None: the call was stopped before."""
         while self.value is None and not self._stopped:
             await self._node.short_pause()
         return self.value
 
-    def _ask_engine(self, position: int, parts: int, tag: bytes, answer: Any, finished: Finished | None) -> None:
-        """Gives the engine what user code has finished, and asks for it. Answers with `Stopped` if the call ends."""
+    def _ask_engine(self, position: int, parts: int, tag: bytes, answer: Any, finished: FinishedParts | None) -> None:
+        """Gives the engine what user code has finished, then asks it for more; answers `Stopped` if the call ends."""
         if finished is not None:
             self._engine.computed(position, parts, tag, finished)
         if self._stopped or not self._node.running:
@@ -349,7 +351,7 @@ class UserCall:
     def _begin_rounds(
         self, rounds: Callable[[Engine], Coroutine[Any, Any, None]], over: Callable[[BaseException | None], None]
     ) -> None:
-        """Begins the coroutine of `run_rounds`."""
+        """Starts the coroutine of `run_rounds` as a task; calls `over` when it ends, at once if the call is stopped."""
         if self._stopped or not self._node.running:
             over(Stopped())
             return
@@ -369,7 +371,7 @@ class UserCall:
         self._rounds.add_done_callback(ended)
 
     def _run_and_tell(self, work: Callable[[], Coroutine[Any, Any, None]], done: Any) -> None:
-        """Begins a coroutine, and ends the wait in `wait_for` when it has run."""
+        """Starts the coroutine of `wait_for`, and sets its future when it has run; to `Stopped` if it failed."""
 
         def over(ran: asyncio.Task[None]) -> None:
             if ran.cancelled() or ran.exception() is not None:

@@ -26,7 +26,7 @@ class Values:
         self._compared = False
 
     async def compare(self, value: Encoded) -> None:
-        """Emits `values differ` if another worker of the view returned another value."""
+        """Asks the other workers for their values' digests, and emits `values differ` if one is unlike `value`'s."""
         known = self._node.keeper.view.workers
         if self._compared or known is None:
             return

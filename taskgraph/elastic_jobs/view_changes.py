@@ -32,7 +32,7 @@ class ViewChanger:
     """Follows the views for one worker, and changes them: proposes the next one, or begins a lineage alone.
 
     Args:
-        again: returns the number of a view whose workers are to try again, in another one; -1: none.
+        again: returns the number of the view whose process group failed, so that a new one is due; -1: none.
 
     Attributes:
         wake: set it when something has changed that the next view may depend on.
@@ -106,8 +106,8 @@ class ViewChanger:
         core.whole = True
         core.enter(view.lineage)
 
-    def excluded(self) -> None:
-        """Handles a view without this worker: it begins anew, unless it drains."""
+    def handle_exclusion(self) -> None:
+        """Called once this worker has read a view without itself: emits `excluded`, begins anew; not if it drains."""
         node = self._node
         assert node.engine.core.view is not None
         self._outside_since = node.engine.core.view.number
@@ -132,7 +132,7 @@ class ViewChanger:
         return next_view(job, node.id, core, gone=node.gone, suspects=missed, outvoted=outvoted, again=self._again())
 
     async def _propose(self, view: View) -> None:
-        """Writes the next view. If that fails, pauses, so that the caller decides anew."""
+        """Writes a view to etcd, and waits until this node has read it. If another one came first, only pauses."""
         node = self._node
         job, before, writer = node.keeper.view, self.workers, node.writer()
         txn = transactions.propose(job, view, node=node.id, node_revision=node.node_revision, writer=writer)
@@ -164,7 +164,7 @@ class ViewChanger:
     # -- no whole worker is left ------------------------------------------------------------------
 
     def _must_go_on_alone(self) -> bool:
-        """True if no worker holds all totals, and this one is to begin a lineage."""
+        """True if no whole worker is left, and this one is to begin a lineage by itself."""
         node = self._node
         if node.draining and node.engine.core.phase == Phase.OUTSIDE:
             return False
@@ -178,7 +178,7 @@ class ViewChanger:
         )
 
     async def _go_on_alone(self) -> None:
-        """Begins a lineage: from the totals that this newcomer has, or from the checkpoint.
+        """Begins a lineage with this worker alone, from its copied state or the checkpoint; fails the job without both.
 
         The totals of a newcomer are stable, so nothing that was given out is undone, unless the checkpoint is newer.
         """
@@ -192,7 +192,7 @@ class ViewChanger:
         self.stop_joining()  # no donor is left
         sums = node.engine.core.position if node.has_begun() else saved
         if count_returns(job, sums)[0] >= node.settings.fatal_deaths:
-            await self._fail_in_vain(sums)
+            await self._fail_without_progress(sums)
             return
         view, writer, me = lone_view(job, node.id), node.writer(), (node.id, node.node_revision)
         gone = sorted({*self.workers} & node.gone)
@@ -212,8 +212,8 @@ class ViewChanger:
             node.lineage = view.number
         await node.keeper.wait_for_revision(revision)
 
-    async def _fail_in_vain(self, sums: int) -> None:
-        """Fails the job: its code ends all workers at the same place, each time that they get there."""
+    async def _fail_without_progress(self, sums: int) -> None:
+        """Fails the job: all workers died `fatal_deaths` times, and the job never got past this number of sums."""
         node, job = self._node, self._node.keeper.view
         assert job.workers is not None
         times = node.settings.fatal_deaths

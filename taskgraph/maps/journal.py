@@ -106,13 +106,13 @@ class Journal:
         self._stack.close()
 
     def begin(self, function: str, pieces: Sequence[Any]) -> None:
-        """Begins anew: writes the pieces."""
+        """Deletes what an earlier call left, and writes the pieces and a manifest."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(mode=0o700)
         self._write_manifest(function, len(pieces), write_pieces(self.folder, pieces))
 
     def resume(self, function: str, pieces: Sequence[Any]) -> None:
-        """Goes on with what an earlier call left, if anything.
+        """Checks that an earlier call left the same map, to go on with its results; begins anew if it left nothing.
 
         Raises:
             JobError: that was another function, or other pieces.
@@ -144,7 +144,7 @@ class Journal:
 
     @staticmethod
     def _manifest(function: str, pieces: int, digest: bytes) -> dict[str, Any]:
-        """Returns the manifest, which a later call must have alike to go on from here."""
+        """Returns the manifest; a call that resumes must have the same."""
         return {"format": _FORMAT, "function": function, "pieces": pieces, "digest": digest.hex()}
 
     def begin_job(self, numbers: NDArray[np.int64]) -> None:
@@ -153,17 +153,17 @@ class Journal:
         np.save(self.folder / f"todo-{self.run}.npy", numbers)
 
     def read(self) -> Iterator[Record]:
-        """Yields the results and errors since the last call of `read`."""
+        """Yields the results and errors that workers have written since the last call."""
         for path in sorted(self.folder.glob("*.results")):
             yield from self._readers.setdefault(path, RecordReader(path)).read()
 
     def died_at(self) -> list[tuple[str, int]]:
-        """Returns the workers of this call that died while they computed a piece, and the piece."""
+        """Returns (worker, piece) for each worker of the current job that died while it computed a piece."""
         found = [(path.stem.partition("-")[2], AtWork.read(path)) for path in self.folder.glob(f"{self.run}-*.at")]
         return [(worker, piece) for worker, piece in sorted(found) if piece >= 0]
 
     def _remove_old(self) -> None:
-        """Keeps the newest folders that were left, and those of maps that run."""
+        """Deletes old folders of maps: all but the newest ones and those of maps that run."""
         folders = sorted((path for path in self._root.iterdir() if path.is_dir()), key=lambda p: -p.stat().st_mtime)
         for folder in folders[_KEPT:]:
             with lock_file(self._root / f"{folder.name}.lock") as ours:

@@ -166,11 +166,11 @@ class _Map:
 
     @property
     def _identity(self) -> str:
-        """What a later call must have alike: what names the function, or with `nodes=0` the name of the map."""
+        """What a call that resumes must have alike: the function's reference, or with `nodes=0` the map's name."""
         return self._name if self._options.nodes == 0 else self._function
 
     def _journal(self, stack: ExitStack) -> Journal:
-        """Returns the folder, locked: that of the name; if none was given and it is in use, one of its own."""
+        """Returns the map's folder, locked; without a name, a temporary one if that is in use or with `nodes=0`."""
         if self._options.name or (self._options.nodes and self._options.resume):
             return stack.enter_context(Journal(self._name, keep=True))
         if self._options.nodes:
@@ -217,7 +217,7 @@ class _Map:
                 over = running.wait(_POLL_S)  # looked at before the files: these have all then
                 for number, result in self._read(journal):
                     if not isinstance(result, Failed):
-                        shown.done(number)
+                        shown.count_done(number)
                     yield number, result
                 shown.tick(self._errors.values())
                 if not self._missing.any():
@@ -226,7 +226,7 @@ class _Map:
             return running.error
 
     def _read(self, journal: Journal) -> Iterator[tuple[int, Any]]:
-        """Yields the first result of each piece among what the workers have written; of one set aside, its error."""
+        """Reads what workers have written since, and yields missing pieces with their results, or `Failed`."""
         options = self._options
         for record in journal.read():
             piece, is_result = record.piece, record.kind == Kind.RESULT
@@ -239,7 +239,7 @@ class _Map:
                 yield piece, decode(record.value, writable=True) if is_result else self._errors[piece]
 
     def _note_error(self, record: Record) -> None:
-        """Keeps the error of a piece; the first one that fails the map, too."""
+        """Keeps the last error of a piece in `_errors`, and in `_failed` the first one that fails the map."""
         said = decode(record.value)
         failed = Failed(record.piece, said["node"], said["traceback"])
         self._errors[record.piece] = failed

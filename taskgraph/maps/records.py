@@ -106,13 +106,13 @@ class RecordWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits. A reader sees it, also if this process dies afterwards."""
+        """Writes the buffered records to the file. Readers see them, also if this process dies afterwards."""
         with self._lock:
             if self._waiting:
                 self._write(self._waiting)
 
     def _write(self, data: bytes | bytearray) -> None:
-        """Appends bytes to the file; then nothing waits."""
+        """Appends bytes, which include all buffered records, to the file; then empties the buffer."""
         left = memoryview(data)
         while left:
             left = left[os.write(self._file, left) :]

@@ -75,12 +75,12 @@ class MapProgress:
         """Uses this view for the number of workers."""
         self._workers = 0 if view.workers is None else len(view.workers.record.workers)
 
-    def done(self, number: int) -> None:
-        """Counts a piece that is done."""
+    def count_done(self, number: int) -> None:
+        """Counts one more piece as done."""
         self._done += 1
 
     def tick(self, errors: Collection[Failed]) -> None:
-        """Refreshes the line.
+        """Writes the line anew if that is due; call it often.
 
         Args:
             errors: the last error of each piece that raised.

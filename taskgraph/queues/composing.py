@@ -69,7 +69,7 @@ def _check_map(epoch: Epoch, call: MapCall, job: Job, place: str) -> MapOf:
 
 
 def queue_state(epoch: Epoch, name: str) -> QueueState:
-    """Returns how far a queue is: before this epoch; in the `then` of its map, after it."""
+    """Asks the dealer how far a queue is before this epoch, and returns that; in the `then` of its map: after it."""
     known = epoch.queues if isinstance(epoch, _ThenEpoch) else {}
     if name in known:
         return known[name]

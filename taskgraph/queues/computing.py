@@ -62,7 +62,7 @@ class MapOf(NamedTuple):
     value_is_async: bool
 
     def find_pieces(self) -> None:
-        """Finds the pieces of a queue, while the dealer does the same: later calls have them."""
+        """Finds the pieces of the queue's source ahead, as the dealer does meanwhile; nothing without a queue."""
         if self.source is not None:
             _ = self.source.pieces
 
@@ -100,19 +100,19 @@ class Computing:
             await self._watched(partial(_compute_async if it.value_is_async else _compute, self, outs))
             if not self.left:
                 return
-        await self._watched(partial(_end_async if it.value_is_async else _end, self, outs))
+        await self._watched(partial(_send_and_put_async if it.value_is_async else _send_and_put, self, outs))
         self.share.results.clear()  # the late call refers to this
 
     async def _wait_idle(self) -> None:
         """Waits, without computing, for the end of all pieces, or of a late call of this task."""
-        asked = reply_future(self.ask(idle=True))
+        asked = reply_future(self.send_ask(idle=True))
         waits: list[asyncio.Future[Any]] = [asked, *self._work.late]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
-            self.take(decode(asked.result()))
+            self.take_answer(decode(asked.result()))
 
     async def _watched(self, function: Callable[[], Any]) -> None:
-        """Calls user code, and returns when it does, or when the epoch goes on without it."""
+        """Runs `function`, which calls user code, until it returns, or until the epoch goes on without it."""
         call = self._work.run_beside(call_name(self.epoch._where, self.epoch.number), function)
         try:
             seen: Todo | None = None
@@ -120,7 +120,7 @@ class Computing:
                 await asyncio.wait([call], timeout=_LOOK_S)
                 if seen is None or seen is not self.at:
                     seen = self.at
-                elif await self._outlasted(call, seen):
+                elif await self._wait_out(call, seen):
                     return
         except (asyncio.CancelledError, AttemptEnded):  # the epoch begins again, and may use the results
             call.cancel()
@@ -130,18 +130,18 @@ class Computing:
             call.result()
             raise
         except BaseException:
-            self._leave(call)
+            self._leave_call(call)
             raise
         call.result()
 
-    async def _outlasted(self, call: asyncio.Task[None], piece: Todo) -> bool:
-        """Waits, while the call is at a piece, for the end of all pieces. True: the epoch goes on without the call."""
+    async def _wait_out(self, call: asyncio.Task[None], piece: Todo) -> bool:
+        """Waits for the end of all pieces while the call is at this one. True: they ended, and the call was left."""
         while self.lock.acquire(blocking=False):
             try:
                 if self.at is not piece:
                     return False
                 self.asked = None
-                asked = reply_future(self.ask(late=piece))
+                asked = reply_future(self.send_ask(late=piece))
             finally:
                 self.lock.release()
             waits: list[asyncio.Future[Any]] = [asked, call]
@@ -151,33 +151,33 @@ class Computing:
             try:
                 if self.at is not piece:
                     return False
-                self.take(decode(asked.result()))
+                self.take_answer(decode(asked.result()))
                 if self.share.last is not None:
                     self.at = None  # the next call, which is the end, is at no piece
-                    self._leave(call)
+                    self._leave_call(call)
                     return True
             finally:
                 self.lock.release()
         return False
 
-    def _leave(self, call: asyncio.Task[None]) -> None:
-        """Lets the epoch go on without the call."""
+    def _leave_call(self, call: asyncio.Task[None]) -> None:
+        """Closes what the call may still use, so that it counts for nothing, and lets the epoch go on without it."""
         self.left = True
         self.pieces_work.close()
         if self.it.value_is_async:
             call.cancel()
         self._work.leave(call)
 
-    def ask(self, *, late: Todo | None = None, idle: bool = False) -> Reply:
-        """Sends an ask, as `Share.ask` makes it."""
+    def send_ask(self, *, late: Todo | None = None, idle: bool = False) -> Reply:
+        """Sends the ask that `Share.ask` makes to the dealer, and returns the reply to wait for."""
         it = self.it
         asked = self.share.ask(self.clock(), late=late, idle=idle)
         count, digest = (len(it.values), "") if it.source is None else (-1, it.source.pieces_digest)
         of_map = {"map": it.tag, "count": count, "digest": digest, "upto": it.upto}
         return ask_service(self.epoch, it.dealer, DEAL, {**asked, **of_map})
 
-    def take(self, answer: Mapping[str, Any]) -> None:
-        """Takes an answer. Raises GraphError or PieceFailed if the job cannot go on."""
+    def take_answer(self, answer: Mapping[str, Any]) -> None:
+        """Takes the dealer's answer. Raises GraphError if maps differ, PieceFailed if a piece fails the job."""
         it = self.it
         if (wrong := answer.get("refused")) is not None:
             raise GraphError(f"{self.epoch._place()}: {wrong}")
@@ -187,8 +187,8 @@ class Computing:
             raise PieceFailed(what, piece=piece, node=node, traceback=text)
         self.share.take(answer)
 
-    def note(self, todo: Todo, result: Result | str, took_s: float, epoch: PieceEpoch) -> None:
-        """Notes the result of a piece, or the traceback of what it raised."""
+    def note_result(self, todo: Todo, result: Result | str, took_s: float, epoch: PieceEpoch) -> None:
+        """Notes a piece as finished with a result, or as failed with a traceback (text)."""
         if isinstance(result, str):
             self.share.fail(todo, result, took_s)
         else:
@@ -204,16 +204,16 @@ def _compute(of: Computing, outs: Outputs) -> None:
     with of.lock:
         while share.last is None:
             if of.asked is not None and (of.asked.done or not share.todo):
-                of.take(of.asked.wait())
+                of.take_answer(of.asked.wait())
                 of.asked = None
             elif of.asked is None and share.wants_to_ask(of.clock()):
-                of.asked = of.ask()
+                of.asked = of.send_ask()
             if share.todo:
                 _compute_piece(of, share.todo.popleft())
                 if of.left:
                     return
         of.at = None
-    _end(of, outs)
+    _send_and_put(of, outs)
 
 
 async def _compute_async(of: Computing, outs: Outputs) -> None:
@@ -222,16 +222,16 @@ async def _compute_async(of: Computing, outs: Outputs) -> None:
     with of.lock:
         while share.last is None:
             if of.asked is not None and (of.asked.done or not share.todo):
-                of.take(await of.asked)
+                of.take_answer(await of.asked)
                 of.asked = None
             elif of.asked is None and share.wants_to_ask(of.clock()):
-                of.asked = of.ask()
+                of.asked = of.send_ask()
             if share.todo:
                 await _compute_piece_async(of, share.todo.popleft())
                 if of.left:
                     return
         of.at = None
-    await _end_async(of, outs)
+    await _send_and_put_async(of, outs)
 
 
 def _compute_piece(of: Computing, todo: Todo) -> None:
@@ -247,7 +247,7 @@ def _compute_piece(of: Computing, todo: Todo) -> None:
     finally:
         of.lock.acquire()
     if not of.left:
-        of.note(todo, result, of.clock() - began, epoch)
+        of.note_result(todo, result, of.clock() - began, epoch)
 
 
 async def _compute_piece_async(of: Computing, todo: Todo) -> None:
@@ -263,7 +263,7 @@ async def _compute_piece_async(of: Computing, todo: Todo) -> None:
     finally:
         of.lock.acquire()
     if not of.left:
-        of.note(todo, result, of.clock() - began, epoch)
+        of.note_result(todo, result, of.clock() - began, epoch)
 
 
 def _value(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
@@ -307,28 +307,28 @@ def _content(it: MapOf, epoch: PieceEpoch, todo: Todo) -> tuple[Any, int]:
 # -- the end ------------------------------------------------------------------------------------------
 
 
-def _end(of: Computing, outs: Outputs) -> None:
-    """Computes lost results again, sends what is due with the results, waits for the replies, and puts the results."""
+def _send_and_put(of: Computing, outs: Outputs) -> None:
+    """Ends the map: computes lost results again, sends pushes and counts, waits for replies, and puts the results."""
     it, epoch, share = of.it, of.epoch, of.share
-    for todo in _lacking(share):
+    for todo in _lost_results(share):
         share.results[todo.place] = _value(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)
     for reply in _send_with_results(it, epoch, share):
         reply.wait()
-    _put(it, share, outs)
+    _put_results(it, share, outs)
 
 
-async def _end_async(of: Computing, outs: Outputs) -> None:
-    """As `_end`, if `value` is an `async def`."""
+async def _send_and_put_async(of: Computing, outs: Outputs) -> None:
+    """As `_send_and_put`, if `value` is an `async def`."""
     it, epoch, share = of.it, of.epoch, of.share
-    for todo in _lacking(share):
+    for todo in _lost_results(share):
         share.results[todo.place] = await _value_async(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)
     for reply in _send_with_results(it, epoch, share):
         await reply
-    _put(it, share, outs)
+    _put_results(it, share, outs)
 
 
-def _lacking(share: Share) -> list[Todo]:
-    """Returns the pieces whose results this task sends on, and has lost: of an earlier attempt, in a replay."""
+def _lost_results(share: Share) -> list[Todo]:
+    """Returns the pieces whose results this task is to put and lacks: an earlier attempt had computed them."""
     assert share.last is not None
     rows = share.last["results"].tolist()
     return [Todo(row[0], row[1], row[2], 0) for row in rows if row[0] not in share.results]
@@ -357,8 +357,8 @@ def _send_with_results(it: MapOf, epoch: Epoch, share: Share) -> list[Reply]:
     return replies
 
 
-def _put(it: MapOf, share: Share, outs: Outputs) -> None:
-    """Puts the results that count, and what all tasks are to know of the queue."""
+def _put_results(it: MapOf, share: Share, outs: Outputs) -> None:
+    """Puts the results that count, with the pieces set aside and how many the queue has left."""
     last = share.last
     assert last is not None
     places: list[int] = last["results"][:, 0].tolist()

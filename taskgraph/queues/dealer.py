@@ -51,7 +51,7 @@ class Dealer:
 
     Attributes:
         ledger: of the pieces; the holders are task ids.
-        rows: of the pieces that are finished. Those of a task that died count twice.
+        rows: the number of rows of finished pieces. Those of a task that died are computed again, and count twice.
     """
 
     def __init__(self, plan: Plan, term: int, tasks: int) -> None:
@@ -66,7 +66,7 @@ class Dealer:
         self.ledger = Ledger(len(plan.pieces), attempts=plan.attempts, on_error=plan.on_error, straggler=plan.straggler)
 
     def answer(self, task: int, term: int, ask: Mapping[str, Any], now: float) -> dict[str, Any] | None:
-        """Returns the answer to an ask; None: there is nothing to do yet, ask again after a change."""
+        """Returns the answer to an ask; None: no piece is free and some are unfinished; call again after a change."""
         self._note_term(task, term)
         if not ask["whole"] and ask["known"] != self._term:
             return {"term": self._term, "again": True}
@@ -102,7 +102,7 @@ class Dealer:
         return [Slow(*self._plan.pieces[one.piece], f"task {one.holder}", one.seconds) for one in self.ledger.slow(now)]
 
     def _note_term(self, task: int, term: int) -> None:
-        """Notes the term of a task that asks. If it is a new one, opens the pieces of the predecessor, which died."""
+        """Notes the term of a task that asks. If it is a new one, opens the pieces dealt to the primary before."""
         known = self._terms.get(task)
         self._terms[task] = term
         if known is None or known == term:
@@ -114,7 +114,7 @@ class Dealer:
                 self._aside[index] = None, what
 
     def _take_finished(self, task: int, finished: NDArray[np.int64], now: float) -> None:
-        """Takes the pieces that a task says it has finished: index and rows of each."""
+        """Notes the pieces that a task has finished as done: index and rows of each."""
         holder, given = str(task), dict(finished.tolist())
         strange = [index for index in given if not self.ledger.has(holder, Ticket(0, index, 0))]
         known = {*strange}.difference(ticket.piece for ticket in self.ledger.claim(holder, 0, strange, now))
@@ -123,7 +123,7 @@ class Dealer:
             self.rows += given[index]
 
     def _take_error(self, task: int, ticket: Ticket, text: str, node: str) -> None:
-        """Takes an error of user code in a piece."""
+        """Notes an error of user code in a piece: it is dealt again, set aside, or fails the job."""
         verdict = self.ledger.fail(str(task), ticket, text)
         if verdict is Verdict.SET_ASIDE:
             self._aside[ticket.piece] = task, (text, node)
@@ -141,12 +141,12 @@ class Dealer:
         return mine
 
     def _give_back_all_but(self, task: int, places: Sequence[int]) -> None:
-        """Opens a task's pieces again, but for those at these places."""
+        """Makes a task's pieces free for other tasks, except those at these places."""
         held = self.ledger.dealt().get(str(task), ())
         self.ledger.give_back(str(task), [ticket for ticket in held if ticket.piece not in places])
 
     def _last_answer(self, task: int) -> dict[str, Any]:
-        """Returns the answer once all pieces are finished: which results the task sends on."""
+        """Returns the answer once all pieces are finished: which results, and which set aside, the task is to put."""
         aside = []
         for index, (owner, what) in self._aside.items():
             if owner in (None, task):

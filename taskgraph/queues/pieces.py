@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
 
 def result_of(value: Any, rows: int, epoch: PieceEpoch, what: str) -> Result:
-    """Returns what a piece gave. Raises ValueNotEncodable if it cannot travel."""
+    """Returns what `value` returned for a piece as its result. Raises ValueNotEncodable if it cannot travel."""
     kept = value if type(value) in _PLAIN else encode(value, what=what)
     return Result(kept, rows, tuple(epoch._held_pushes or ()))
 
@@ -105,7 +105,7 @@ class KeptResults:
         self._by: dict[tuple[str, int], dict[int, Result]] = {}
 
     def of(self, tag: str, epoch: int, committed: int) -> dict[int, Result]:
-        """Returns the results of a map in an epoch, to be read and added to. Forgets what can no longer be used.
+        """Returns place -> result of a map in an epoch, to be read and added to. Forgets what is of no use.
 
         Args:
             committed: the committed epoch. If `epoch` begins again, the state of later ones may differ.

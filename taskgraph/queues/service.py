@@ -63,7 +63,7 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
 
     @handles("count")
     async def count(self, epoch: Epoch, sender: int, payload: Mapping[str, Any]) -> None:
-        """Takes what a task sends on in this epoch: pass, number and rows of each piece; pieces set aside."""
+        """Keeps a task's message for `settle`: pass, number and rows of each piece that it put; pieces set aside."""
         epoch.scratch.counted[sender] = payload
 
     @handles("left", pure=True)
@@ -73,7 +73,7 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
         return ledger.left, ledger.over
 
     async def settle(self, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
-        """Counts in the ledger what tasks have sent on in this epoch."""
+        """The sync point: counts the pieces of all tasks' `count` messages of this epoch in the ledger."""
         counted: dict[int, Mapping[str, Any]] = epoch.scratch.counted
         if not counted:
             return
@@ -88,7 +88,7 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
 
 
 def _settle(ledger: Ledger, counted: Sequence[Mapping[str, Any]]) -> None:
-    """Counts what the tasks sent on, pass after pass, since a pass opens when the one before has no open piece."""
+    """Counts the pieces in these messages, pass after pass: a pass opens when the one before has no open piece."""
     rows: dict[int, dict[int, int]] = {}
     aside: dict[int, dict[int, tuple[str, str]]] = {}
     for payload in counted:

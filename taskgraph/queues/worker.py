@@ -70,10 +70,10 @@ class Share:
             return True
         if now - self._asked_at > _REPORT_S and (self._unsaid or self._failed):
             return True
-        return not self._dry and 2 * len(self.todo) <= self._most
+        return not self._dry and 2 * len(self.todo) <= self._most_pieces
 
     def ask(self, now: float, *, late: Todo | None = None, idle: bool = False) -> dict[str, Any]:
-        """Returns what to ask.
+        """Returns the next ask, for the dealer: what this task has finished or failed at, and how many pieces it wants.
 
         Args:
             late: the piece at work, which takes long: give the others back.
@@ -87,7 +87,7 @@ class Share:
             "whole": self._whole,
             "finished": np.array(finished, np.int64).reshape(len(finished), 2),
             "failed": [list(one) for one in self._failed],
-            "most": 0 if late is not None or idle else self._most,
+            "most": 0 if late is not None or idle else self._most_pieces,
             "late": [late.place] if late is not None else [],
             "waits": not self.todo,
         }
@@ -96,7 +96,7 @@ class Share:
         return asked
 
     def take(self, answer: Mapping[str, Any]) -> None:
-        """Takes the answer to the last ask."""
+        """Takes the dealer's answer to the last ask: pieces to compute, or the end, or a request to say all again."""
         self._known, self._whole = answer["term"], False
         if answer.get("again"):
             self._whole = self._asks = True
@@ -110,27 +110,27 @@ class Share:
             self._dry = len(self.todo) <= self._had
 
     def finish(self, place: int, result: Result, took_s: float, *, kept: bool) -> None:
-        """Notes a result. `kept`: an attempt that begins again may use it."""
+        """Notes a finished piece for the next ask. `kept`: an attempt that begins again may use the result."""
         self.results[place] = result
         if kept and not result.pushes:
             self._kept[place] = result
         self._unsaid.append(place)
-        self._note(took_s)
+        self._note_time(took_s)
 
     def fail(self, todo: Todo, text: str, took_s: float) -> None:
-        """Notes that user code has raised."""
+        """Notes that user code has raised in a piece; the next ask is due now, to tell the dealer."""
         self._failed.append((todo.place, todo.attempt, text, self._node))
         self._asks = True
-        self._note(took_s)
+        self._note_time(took_s)
 
-    def _note(self, took_s: float) -> None:
-        """Notes how long a piece took."""
+    def _note_time(self, took_s: float) -> None:
+        """Updates the typical time of a piece, in seconds."""
         before = self._piece_s
         self._piece_s = took_s if before is None else 0.8 * before + 0.2 * took_s
 
     @property
-    def _most(self) -> int:
-        """How many pieces this task wants to have at a time."""
+    def _most_pieces(self) -> int:
+        """How many pieces this task asks to have at a time."""
         if self._piece_s is None:
             return 1
         return max(1, min(_MOST, int(_CHUNK_S / max(self._piece_s, 1e-9))))

@@ -128,7 +128,7 @@ class _OpenTable(EpochTable):
         return as_ids(range(rows) if ids is None and rows is not None else ids, what, rows)
 
     def _shares(self, ids: Ids) -> list[tuple[int, Ids]]:
-        """Returns the servers that have rows of ids, each with the places of its own in `ids`."""
+        """Returns (server, places in `ids` of the rows that it has) for each server that has some."""
         owner = server_of(ids, len(self._servers))
         places = [np.flatnonzero(owner == number) for number in range(len(self._servers))]
         return [(server, mine) for server, mine in zip(self._servers, places, strict=True) if len(mine)]
@@ -150,7 +150,7 @@ class _OpenTable(EpochTable):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A pull under way: which of the rows each server sends."""
+    """A pull that waits for its replies, and which of the rows each server sends."""
 
     rows: Array
     place: Ids
@@ -158,7 +158,7 @@ class _Asked:
     replies: list[Reply]
 
     def joined(self, answers: Sequence[Array]) -> Array:
-        """Returns the rows in the order of the ids asked for."""
+        """Puts the answers of the servers together, and returns the rows in the order of the ids asked for."""
         for mine, answer in zip(self.shares, answers, strict=True):
             self.rows[mine] = answer
         return self.rows[self.place]

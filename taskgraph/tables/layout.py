@@ -53,11 +53,11 @@ class Layout:
         return np.empty((count, width) if width else count, dtype)
 
     def pack(self, segment: Mapping[str, Array]) -> dict[str, Array]:
-        """Copies the arrays of a segment into a block of bytes that never changes, and returns its parts."""
+        """Copies the arrays of a segment into a block of bytes that never changes, and returns views of them in it."""
         return self.unpack(immutable_copy([segment[name] for name in self.fields]))
 
     def unpack(self, block: Block) -> dict[str, Array]:
-        """Returns the parts of a block of this layout, as views."""
+        """Returns name -> array of a segment, as views of its block."""
         count = block.nbytes // self.row_bytes
         parts, at = {}, 0
         for name, (dtype, width) in self.fields.items():
@@ -71,5 +71,5 @@ _COUNTS = ("ids", "steps")
 
 
 def block_of(segment: Mapping[str, Array]) -> Block:
-    """Returns the block that the parts of a segment lie in."""
+    """Returns the block that the arrays of a packed segment are views of."""
     return cast(Block, segment["ids"].base)

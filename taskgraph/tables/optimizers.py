@@ -32,7 +32,7 @@ ADAM_EPSILON, ADAGRAD_EPSILON = 1e-8, 1e-10
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """How a row is changed by the sum of its gradients.
+    """Changes rows, each by the sum of its gradients.
 
     Attributes:
         slots: names of its slots.

@@ -89,7 +89,7 @@ class TableOptions:
 
     @property
     def stored(self) -> list[Any]:
-        """What must be the same to read rows that were written."""
+        """[width, dtype, optimizer]: kept with rows that are written, and needed alike to read them."""
         return [self.width, self.dtype, self.optimizer]
 
     def _check_int(self, name: str, least: int, most: int | None = None) -> None:
@@ -135,7 +135,7 @@ class TableOptions:
 
     @property
     def rule(self) -> Optimizer:
-        """How rows are changed."""
+        """The optimizer, which changes rows."""
         return OPTIMIZERS[self.optimizer]
 
 

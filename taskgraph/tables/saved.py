@@ -104,13 +104,13 @@ def _read_from_job(url: str, name: str) -> DataFrame:
 
 
 def check_saving(url: str) -> None:
-    """Raises TableError if no table can be saved there, before its rows are asked for."""
+    """Raises TableError if the URL names no place for a file, or pyarrow is missing; before rows are asked for."""
     _place(url, "save")
     _arrow("save")
 
 
 def _place(url: str, call: str) -> tuple[Place, str]:
-    """Returns the folder that a file is in, and the file's name."""
+    """Returns the folder that a file is in, opened, and the file's name. Raises TableError if the URL names no file."""
     folder, _, name = _whole(url, call, "a file").rpartition("/")
     if not name:
         raise TableError(f"{call}({url!r}): must be the path or the URL of a file, not of a folder")
@@ -118,7 +118,7 @@ def _place(url: str, call: str) -> tuple[Place, str]:
 
 
 def _whole(url: str, call: str, what: str) -> str:
-    """Returns the URL, or the whole path."""
+    """Returns a URL as given, a path made absolute. Raises TableError if `url` is neither; `what` it should name."""
     try:
         path = os.fspath(url)
     except TypeError:

@@ -72,6 +72,7 @@ class TableServer(Task):
 
     @handles("push")
     async def push(self, epoch: Epoch, sender: int, payload: list[Any]) -> None:
+        """Keeps a push until the sync point, which applies all pushes in one order."""
         order, ids, gradients = payload
         epoch.scratch.pushes[_place(order, sender)] = ids, gradients
 
@@ -81,6 +82,7 @@ class TableServer(Task):
 
     @handles("set lr")
     async def set_lr(self, epoch: Epoch, sender: int, payload: float) -> None:
+        """Sets the learning rate from this epoch's sync point on. Raises TableError if tasks set different ones."""
         if epoch.scratch.lr is not None and epoch.scratch.lr != payload:
             raise TableError(
                 f"table {self._name!r}, epoch {epoch.number}: lr is set to {epoch.scratch.lr} and to {payload}: let "
@@ -90,6 +92,7 @@ class TableServer(Task):
 
     @handles("rows", pure=True)
     def rows(self, epoch: Epoch, sender: int, payload: list[int]) -> list[Array]:
+        """Returns the ids, ascending, and rows that were pushed to: from the `first` one on, `count` at most."""
         first, count = payload
         ids = self._store.ids[first : first + count]
         return [ids, self._store.pull(ids)]
@@ -129,6 +132,6 @@ class LateTableServer(TableServer):
 
 
 def _place(order: list[Any], sender: int) -> Order:
-    """Returns where a push stands among those of its epoch; pushes of pieces do not depend on who sends them."""
+    """Returns the sort key of a push among those of its epoch; of a piece's push, the same whoever sends it."""
     kind, *rest = order
     return (kind, *rest) if kind else (kind, sender, *rest)

@@ -119,7 +119,7 @@ class Store:
         self._segments.append(self._layout.pack(segment))
 
     def _point_to(self, segment: Segment, number: int) -> None:
-        """Makes the index point to a segment for all ids that are in it."""
+        """Sets the index of all ids in a segment to that segment, which is `number` in the log."""
         ids = segment["ids"]
         place, known = self._find(ids)
         if not known.all():
@@ -139,7 +139,7 @@ class Store:
         return place, self._ids[np.minimum(place, len(self._ids) - 1)] == ids
 
     def _gather(self, ids: Ids, names: Sequence[str]) -> dict[str, Array]:
-        """Returns copies of arrays of the rows of ids; rows without a push are made."""
+        """Returns name -> array with a copied row for each id, for these names; rows without a push are made."""
         table = self.table
         place, known = self._find(ids)
         found = {name: self._layout.empty(name, len(ids)) for name in names}
@@ -208,7 +208,7 @@ def _union(parts: Sequence[Ids]) -> Ids:
 
 
 def select(segment: Segment, server: int, servers: int) -> Segment:
-    """Returns the rows of a segment that belong to one of the servers."""
+    """Returns a segment with only the rows of one of the servers, as `server_of` spreads them."""
     mine = server_of(segment["ids"], servers) == server
     return {name: array[mine] for name, array in segment.items()}
 

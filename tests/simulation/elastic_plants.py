@@ -220,8 +220,8 @@ def a_message_is_sent_once(patch: pytest.MonkeyPatch) -> None:
         await _sent(self, message)
         return True
 
-    _sent = Outbox._sent
-    patch.setattr(Outbox, "_sent", sent)
+    _sent = Outbox._send_once
+    patch.setattr(Outbox, "_send_once", sent)
 
 
 @plant
@@ -249,7 +249,7 @@ def slices_of_an_old_view_are_added(patch: pytest.MonkeyPatch) -> None:
         adopted(self, view, report)
         self._received = old | self._received
 
-    _changed(patch, Contributions, "adopt", adopt)
+    _changed(patch, Contributions, "begin_view", adopt)
 
 
 @plant
@@ -367,7 +367,7 @@ def an_excluded_worker_goes_on_with_its_state(patch: pytest.MonkeyPatch) -> None
         assert core.view is not None
         core.enter(core.view.number + 1)
 
-    _changed(patch, ViewChanger, "excluded", excluded)
+    _changed(patch, ViewChanger, "handle_exclusion", excluded)
 
 
 @plant

@@ -274,7 +274,7 @@ def test_the_rate_leaves_out_the_start_of_nodes() -> None:
     for second in range(30):
         now[0] = float(second)
         for number in range(10 * (second > 20)):
-            shown.done(number)
+            shown.count_done(number)
         shown.tick([])
     assert out.getvalue().splitlines()[-1].startswith("squares  50/100  50%  10 pieces/s  0:05 left")
 

@@ -21,7 +21,7 @@ class Counts:
     def take(self, ticket: Any, *, counts: bool) -> Any:
         return ticket.piece if counts else None
 
-    def counted(self, ticket: Any, gift: Any) -> None:
+    def apply_gift(self, ticket: Any, gift: Any) -> None:
         assert gift == ticket.piece
         self.found[ticket.pass_number, ticket.piece] += 1
 

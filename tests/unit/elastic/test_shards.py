@@ -23,7 +23,7 @@ class Counts:
     def take(self, ticket: Ticket, *, counts: bool) -> Any:
         return f"of {ticket.piece}" if counts else None
 
-    def counted(self, ticket: Ticket, gift: Any) -> None:
+    def apply_gift(self, ticket: Ticket, gift: Any) -> None:
         assert gift == f"of {ticket.piece}"
         self.found[ticket.pass_number, ticket.piece] += 1
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taskgraph.elastic_jobs.hand import Finished, Hand, wanted_length
+from taskgraph.elastic_jobs.hand import FinishedPiece, Hand, wanted_length
 from taskgraph.elastic_jobs.tally import News, Tally, holder_of, share_of_round, worker_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.dealing import Ledger, Ticket
@@ -81,7 +81,7 @@ def test_what_comes_too_late_in_a_queue_is_given_back() -> None:
         ticket = hand.next()
         assert ticket is not None
         now[0] += 0.1
-        hand.finish(Finished(ticket))
+        hand.finish(FinishedPiece(ticket))
     assert hand.next() == tickets[2] and not hand.is_idle_within(0.3) and hand.is_idle_within(0.5)
     assert hand.give_back(0.15) == tickets[4:] and hand.give_back(0.05) == [tickets[3]]
     assert [each.ticket for each in hand.take_finished()] == tickets[:2]
@@ -170,7 +170,7 @@ def test_one_slow_worker_of_four_costs_little(piece_ms: int, pieces: int) -> Non
         for holder, hand in hands.items():
             ticket = at_work.get(holder)
             if ticket is not None and millisecond >= ends[holder]:
-                hand.finish(Finished(ticket))
+                hand.finish(FinishedPiece(ticket))
                 at_work[holder] = ticket = None
             if ticket is None and hand.has_pieces:
                 at_work[holder] = hand.next()
@@ -182,7 +182,9 @@ def test_one_slow_worker_of_four_costs_little(piece_ms: int, pieces: int) -> Non
             hand = hands[each.holder]
             each.done = [(finished.ticket, 1) for finished in hand.take_finished()]
             each.back = hand.give_back(0.017) if starving else []
-            each.wants, back = hand.wants(0.017) if tally.ledger.open else (int(hand.is_idle_within(0.017)), [])
+            each.wants, back = (
+                hand.wanted_or_surplus(0.017) if tally.ledger.open else (int(hand.is_idle_within(0.017)), [])
+            )
             each.back += back
         settled = rounds_of(tally, *news)
         starving = settled.starving

@@ -23,7 +23,7 @@ def test_spans_belong_to_the_step_at_which_they_begin() -> None:
     trace = WorkerTrace(tracing)
     assert trace.begin() is None, "nobody traces"
     tracing.start()
-    trace.change_view(3)
+    trace.begin_change(3)
     trace.begin_step(6)
     mark = trace.begin()
     trace.begin_step(7)
@@ -40,7 +40,7 @@ def test_wait_is_split_where_the_awaited_workers_change() -> None:
     trace = WorkerTrace(tracing)
     tracing.start()
     for what in ("parts of n2, n3", "parts of n2, n3", "parts of n3", "", ""):
-        trace.wait_for(what)
+        trace.note_wait(what)
     assert [span[1] for span in spans_of(tracing)] == ["waits for parts of n2, n3", "waits for parts of n3"]
 
 
