@@ -66,6 +66,7 @@ async def run_job(
         return await cluster.result(30)
     finally:
         await cluster.stop()
+        _parts_while_joining = None
 
 
 Body = Callable[[Any], Any]
