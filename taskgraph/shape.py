@@ -140,16 +140,19 @@ def is_stateless(function: Callable[..., Any]) -> bool:
 
 
 def arguments_of(shape: TaskShape, method: str) -> tuple[str, ...] | None:
-    """Returns the parameters of a hook or handler; None for any other method."""
+    """Returns the arguments, without `self`, that a hook or handler is called with; None for any other method."""
     if any(info.method_name == method for info in shape.handlers.values()):
         return _HANDLER
     return _HOOKS.get(method)
 
 
 def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> None:
-    """Raises JobError for unknown keywords in a class statement, without those that `base` takes.
+    """Raises JobError if a class statement has keywords that nothing takes.
 
-    A mixin with an `__init_subclass__` of its own may take keywords, and checks them itself.
+    A mixin after `base` with an `__init_subclass__` of its own checks them itself: then none is refused here.
+
+    Args:
+        keywords: those that `base` does not take.
     """
     after = cls.__mro__[cls.__mro__.index(base) + 1 :]
     if keywords and not any("__init_subclass__" in vars(other) for other in after if other is not object):

@@ -196,7 +196,7 @@ def _services_text(services: dict[str, int]) -> str:
 
 
 def _explain_change(before: str, now: str) -> str:
-    """Says why two fingerprints differ."""
+    """Names the likely reason why the fingerprints of a checkpoint and of this job differ, for the error."""
     if before == LOCAL_FINGERPRINT:
         return "it was written by a job in one process, nodes=0"
     if now == LOCAL_FINGERPRINT:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from taskgraph.collectives.plan import Op, Place, Via, slicing_bytes, tree_place
 from taskgraph.collectives.ports import Work
 from taskgraph.collectives.steps import AddChildren, AddShares, Drop, Exchange, Relay, no_user_code
-from taskgraph.collectives.values import CutAndPut, Put, PutEach, PutPartial, PutSlices, Then
+from taskgraph.collectives.values import Put, PutEach, PutPartial, PutShares, PutSlices, Then
 from taskgraph.errors import GraphError
 from taskgraph.graph.compose import RELAY, UNNAMED, Composition, Wrapper, name_of
 
@@ -25,7 +25,7 @@ _put = lru_cache(_KEPT)(Put)
 _put_each = lru_cache(_KEPT)(PutEach)
 _put_partial = lru_cache(_KEPT)(PutPartial)
 _put_slices = lru_cache(_KEPT)(PutSlices)
-_cut_and_put = lru_cache(_KEPT)(CutAndPut)
+_put_shares = lru_cache(_KEPT)(PutShares)
 _relay = lru_cache(_KEPT)(Relay)
 _add_children = lru_cache(_KEPT)(AddChildren)
 _add_shares = lru_cache(_KEPT)(AddShares)
@@ -127,7 +127,7 @@ class CollectiveDeclaration:
     def reduce_scatter(self, value: Value, then: Value | None, op: Op) -> None:
         self._check_choice("op", op, get_args(Op))
         members, shares = self._members, f"{self._key}, {op}, shares"
-        self._declare_value(value, _cut_and_put(self._what, op, shares, members), {shares: members})
+        self._declare_value(value, _put_shares(self._what, op, shares, members), {shares: members})
         add = _add_shares(self._what, op, shares, members, self._tag)
         self._declare_internal("add", add, {shares: members}, {self._tag: (self._me,)})
         self._declare_then(then, (self._me,))

@@ -17,7 +17,7 @@ from taskgraph.protocol.frozen import frozen
 from taskgraph.shape import is_stateless
 from taskgraph.signatures import returns_coroutine
 
-__all__ = ["CutAndPut", "EveryEpoch", "Put", "PutEach", "PutPartial", "PutSlices", "Then", "describe_place"]
+__all__ = ["EveryEpoch", "Put", "PutEach", "PutPartial", "PutShares", "PutSlices", "Then", "describe_place"]
 
 
 def describe_place(work: Work, what: str) -> str:
@@ -170,8 +170,8 @@ class PutSlices(_UserCode):
 
 
 @frozen
-class CutAndPut(_UserCode):
-    """Puts to each member its share of the first axis of what this task contributes."""
+class PutShares(_UserCode):
+    """Cuts what user code returned into shares of its first axis, and puts each to its member."""
 
     what: str
     op: Op

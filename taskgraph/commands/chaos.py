@@ -49,7 +49,11 @@ def chaos(options: argparse.Namespace) -> int:
 
 
 async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int) -> int:
-    """Connects to the job, checks that it has a node to hit, and causes faults."""
+    """Causes faults until the job ends, or the time given is over; returns the exit code.
+
+    Raises:
+        JobError: the job has ended, or has no node here.
+    """
     async with reach(options) as reached:
         reached.spec.check_protocol()
         run = _Chaos(reached, random.Random(seed), kinds, mtbf_s=options.mtbf, lossy=options.lossy)

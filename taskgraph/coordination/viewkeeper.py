@@ -168,11 +168,11 @@ class ViewKeeper:
         try:
             async with asyncio.TaskGroup() as group:
                 for prefix in prefixes:
-                    group.create_task(self._relist_on_change(prefix))
+                    group.create_task(self._reload_on_change(prefix))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _relist_on_change(self, prefix: str) -> None:
+    async def _reload_on_change(self, prefix: str) -> None:
         """Watches one prefix for ever, and lists the job after each change."""
         while True:
             try:

@@ -143,11 +143,11 @@ class ViewChanger:
             await node.short_pause()
             return
         if not before:
-            self._emit_began(view)
+            self._emit_job_began(view)
         self._emit_losses(before, view)
         await node.keeper.wait_for_revision(revision)
 
-    def _emit_began(self, view: View) -> None:
+    def _emit_job_began(self, view: View) -> None:
         """Emits that the job began, or goes on from a checkpoint."""
         pointer, names = self._node.keeper.view.checkpoint, ", ".join(map(name_of, view.workers))
         began = f"the job goes on from the checkpoint of sum {pointer.record.epoch}" if pointer else "the job began"

@@ -24,7 +24,7 @@ class Watch(Protocol):
         """User code is between two steps, or before the first one; it may have to wait here."""
 
     def last_boundary(self, step: int, state: Any) -> None:
-        """User code has taken all steps, this many."""
+        """Notes that user code has taken all its steps, `step` of them, without `break`."""
 
     def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
         """Yields parts for user code to compute before this part, which count nowhere."""

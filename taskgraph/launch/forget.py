@@ -22,7 +22,7 @@ __all__ = ["forget"]
 async def forget(coordinator: Coordinator, name: str) -> int:
     """Deletes all keys of a job that has ended, in one transaction; returns their number.
 
-    The transaction fails if another run of this name was submitted meanwhile.
+    If another run of this name is submitted meanwhile, nothing of it is deleted: the keys are read again.
 
     Raises:
         UnknownJob: there are no keys.

@@ -153,7 +153,7 @@ class NodeCore:
         return self.keeper.view.stamp.epoch if self.keeper.view.stamp else -1
 
     def set_paused(self, paused: bool) -> None:
-        """Sets whether the node is paused."""
+        """Pauses or resumes the node: it is paused while it cannot prove its lease."""
         self.paused = paused
         if paused:
             self._unpaused.clear()

@@ -104,7 +104,7 @@ class TraceFile:
         self._put({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args})
 
     def _put_span(self, pid: int, tid: int, span: Span, zero_ns: int) -> None:
-        """Writes a span, and the end of an arrow if it has one."""
+        """Writes a span, or an instant for an event. A put begins the arrow of its item, and a pull ends it."""
         kind, name, peer, begin, end, task, epoch, *_ = span
         begin, end = begin - zero_ns, end - zero_ns
         label, category = _label(kind, name)

@@ -149,7 +149,11 @@ async def end_session(number: int) -> None:
 
 
 async def reap_session(number: int) -> None:
-    """Waits for adopted children that are in a session, and end by themselves within a moment."""
+    """Reaps the adopted children of a session as they end, for a moment; kills none.
+
+    Args:
+        number: the session's id.
+    """
     until = time.monotonic() + _REAP_S
     while (members := host.children(session=number)) and time.monotonic() < until:
         for pid in members:

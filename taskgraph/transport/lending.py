@@ -168,10 +168,13 @@ class Borrowing:
         self._mappings = mappings
 
     def read(self, header: bytes, lengths: Sequence[int]) -> tuple[list[Reference], bytes]:
-        """Splits a header into the references in front of it, and the rest.
+        """Splits a header into the references in front of it, one for each of `lengths`, and the rest.
+
+        Args:
+            lengths: of the lent buffers, in bytes.
 
         Raises:
-            DecodeError: a reference is not valid.
+            DecodeError: there are too many references, or one is not valid.
         """
         count = len(lengths)
         if count > MAX_LENT:

@@ -58,7 +58,9 @@ def make_resources(options: argparse.Namespace) -> Resources:
 
 
 def made_tls_files(folder: Folder, job: str) -> dict[str, str]:
-    """Returns `--tls-*` for the certificates that are made for a job: their paths, and the fixed name in them."""
+    """Returns the `--tls-*` options for the certificates that are made for a job: `ca`, `cert` and `key` with their
+    paths, and `name` with the fixed name in them.
+    """
     files = {"ca": CA, "cert": CERT, "key": KEY}
     return {**{name: str(folder.tls / file) for name, file in files.items()}, "name": certificate_name(job)}
 

@@ -246,7 +246,7 @@ class Pace:
 
     @classmethod
     def none(cls) -> Pace:
-        """Returns a pace without delays."""
+        """Returns a pace that adds no delays to the usual ones."""
         rng = random.Random(0)
         call_faults, steps = CallFaults(rng, share=0.0, writes=rng, writes_share=0.0), StepTimes(rng, share=0.0)
         slow_actors, timing = SlowActors(rng, share=0.0, now=lambda: 0.0), FunctionTiming(rng, share=0.0)

@@ -520,7 +520,7 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     mistake = world.workload.mistake
     if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:
         return "mistaken"
-    if world.workload.sharing is not None and world.workload.sharing.is_refusal(reason):
+    if world.workload.sharing is not None and world.workload.sharing.is_failure_by_stray(reason):
         return "mistaken"
     if any(f"/{name}/" in reason for name in world.place.lost_in_use):
         return "lost"

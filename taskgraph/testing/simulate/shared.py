@@ -71,7 +71,7 @@ class Sharing:
         value = (value * _SALT + epoch + 1) & _MASK
         return value ^ (value >> 29)
 
-    def is_refusal(self, reason: str) -> bool:
+    def is_failure_by_stray(self, reason: str) -> bool:
         """True if this reason of a job's failure says that the task of `stray` differs in its epoch."""
         if self.stray is None:
             return False
