@@ -35,7 +35,7 @@ _SESSION_PROCESSES: set[int] = set()
 #: Helpers of the standard library that live as long as the process.
 _LASTING_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: A process that was told to end, or a thread whose work is done, may need a moment to be gone.
-_GRACE_S = 30.0
+_GRACE_S = 3.0
 
 
 @pytest.hookimpl(trylast=True)

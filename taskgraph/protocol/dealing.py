@@ -393,7 +393,7 @@ class Ledger:
         return None if typical is None or not self._options.straggler else typical * self._options.straggler
 
     def _slowest(self, holder: str, now: float) -> tuple[Pass, int] | None:
-        """Returns the slow piece that was dealt first, of those that this holder does not have; None: there is none."""
+        """Returns the slow piece that this holder lacks and that was dealt first; None: there is none."""
         limit = self._slow_after_s()
         if limit is None:
             return None

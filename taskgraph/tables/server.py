@@ -132,6 +132,6 @@ class LateTableServer(TableServer):
 
 
 def _place(order: list[Any], sender: int) -> Order:
-    """Returns the sort key of a push among those of its epoch; of a piece's push, the same whoever sends it."""
+    """Returns the sort key of a push among those of its epoch; a piece's push has the same key from every sender."""
     kind, *rest = order
     return (kind, *rest) if kind else (kind, sender, *rest)

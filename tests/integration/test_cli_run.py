@@ -376,7 +376,7 @@ async def test_a_second_ctrl_c_forces(cli: Cli) -> None:
     run.interrupt()
     await run.until("once more to force it")
     run.interrupt()
-    assert (await run.done()).code == 130
+    assert (await run.done(10.0)).code == 130
     await cli.nothing_left()
 
 

@@ -40,7 +40,7 @@ def pid_of(cli: Cli, worker: str) -> int:
 
 
 async def makes_steps(cli: Cli, count: int, after: float = 0.0) -> None:
-    """Waits for so many steps of n1, after this time."""
+    """Waits for this number of steps of n1, after this time."""
     await becomes(lambda: sum(at > after for _, at in steps_of(cli, "n1")) >= count, 100.0)
 
 
@@ -68,7 +68,7 @@ async def test_worker_dies_in_the_middle_of_a_sum(cli: Cli, seed: int) -> None:
         steps = steps_of(cli, worker)
         assert [number for number, _ in steps] == list(range(made)), "a step was lost, or made twice"
         next_at = min(at for _, at in steps if at > killed_at)
-        assert next_at - killed_at < GLOO_S
+        assert next_at - killed_at < GLOO_S / 6
     await cli.nothing_left()
 
 
@@ -85,7 +85,7 @@ async def test_frozen_worker_is_left_behind(cli: Cli) -> None:
         with contextlib.suppress(ProcessLookupError):  # the launcher kills it when the job has ended
             os.kill(pid, signal.SIGCONT)
     steps = steps_of(cli, "n1")
-    assert max(after - before for (_, before), (_, after) in itertools.pairwise(steps)) < GLOO_S
+    assert max(after - before for (_, before), (_, after) in itertools.pairwise(steps)) < GLOO_S / 2
 
 
 async def test_worker_joins(cli: Cli) -> None:

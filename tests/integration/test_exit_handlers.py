@@ -35,5 +35,7 @@ def leaves(folder: str, hangs: bool) -> tg.Job:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_exit_handlers_run_for_a_moment(tmp_path: Path, hangs: bool) -> None:
+    began = time.monotonic()
     tg.run(leaves(folder=str(tmp_path), hangs=hangs), nodes=1)
     assert [path.name for path in tmp_path.iterdir()] == ["atexit"]
+    assert time.monotonic() - began < 30

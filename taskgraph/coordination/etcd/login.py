@@ -113,7 +113,7 @@ class Login:
         return "" if since is None else f"logging in to etcd takes {time.monotonic() - since:.0f} s"
 
     def join_or_begin(self, endpoint: Endpoint) -> Future[LoggedIn]:
-        """Returns the future of the login under way, of one that ended meanwhile, or of a new one at `endpoint`.
+        """Returns the future of the login under way, or of one that ended meanwhile; else of a new login at `endpoint`.
 
         Its exception is a `LoginFailed`.
         """

@@ -183,7 +183,7 @@ class WatchesSuite(Clusters):
     async def test_long_history_arrives_whole(self, cluster: Cluster, node: Coordinator) -> None:
         start = (await node.list(cluster.prefix)).revision + 1
 
-        async def put(name: str) -> None:  # so many calls at once might not all be answered in time
+        async def put(name: str) -> None:  # of 2500 calls at once some might not be answered in time
             for _ in range(50):
                 await cluster.put(node, name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from typing import Any, ClassVar
@@ -233,12 +234,15 @@ class Fails(Sums):
 
 def test_a_job_that_fails_beside_a_late_thread_says_why(caplog: pytest.LogCaptureFixture) -> None:
     settings = tg.Settings(cancel_s=0.1)
-    with pytest.raises(tg.JobFailed, match="piece 17 of 'work' failed too often") as failed:
-        tg.run(tg.Job(tasks=3, epochs=1, builder=Fails, settings=settings, tables=job(Fails).tables), nodes=0)
-    Fails.go_on.set()
-    assert "none for 17" in str(failed.value)
-    errors = [each for each in caplog.records if each.levelname == "ERROR"]
-    assert len(errors) <= 1, "none if its task heard of the failure first: then nobody waits for the thread"
-    for record in errors:
-        assert f"task {Fails.first} on" in record.getMessage() and "did not return within 0.1 s" in record.getMessage()
-        assert record.exc_info is None
+    errors: list[logging.LogRecord] = []
+    while not errors:  # none if the task of the thread heard of the failure first: it does not wait for the thread then
+        Fails.first = None
+        Fails.go_on.clear()
+        with pytest.raises(tg.JobFailed, match="piece 17 of 'work' failed too often") as failed:
+            tg.run(tg.Job(tasks=3, epochs=1, builder=Fails, settings=settings, tables=job(Fails).tables), nodes=0)
+        Fails.go_on.set()
+        assert "none for 17" in str(failed.value)
+        errors = [each for each in caplog.records if each.levelname == "ERROR"]
+    (record,) = errors
+    assert f"task {Fails.first} on" in record.getMessage() and "did not return within 0.1 s" in record.getMessage()
+    assert record.exc_info is None
