@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -293,16 +293,25 @@ class Step:
         """The total of what the parts added under a name in the last round."""
         added = self._total_for(f"step[{name!r}]")["add"]
         if name not in added:
-            raise StepError(f"no part added {name!r}: there is {', '.join(map(repr, added)) or 'nothing'}")
+            raise self._missing("added", name, added)
         return added[name]
 
     def all(self, name: str) -> list[Any]:
         """Returns what the parts collected under a name in the last round, in the order of the parts."""
         self._total_for(f"step.all({name!r})")
         if not self._collected or not all(name in trees for trees in self._collected):
-            there = sorted({name for trees in self._collected for name in trees})
-            raise StepError(f"no part collected {name!r}: there is {', '.join(map(repr, there)) or 'nothing'}")
+            raise self._missing("collected", name, sorted({name for trees in self._collected for name in trees}))
         return [trees[name] for trees in self._collected]
+
+    def _missing(self, verb: str, name: str, present: Iterable[str]) -> StepError:
+        """Returns the error for a name that no part of the last round added or collected."""
+        names = ", ".join(map(repr, present)) or "nothing"
+        if self.round == 1:
+            return StepError(f"no part {verb} {name!r}: there is {names}")
+        return StepError(
+            f"no part {verb} {name!r} in round {self.round} of step {self.number}: there is {names}; "
+            f"each round has its own totals: read those of a round before the next one begins"
+        )
 
     def _total_for(self, what: str) -> dict[str, Any]:
         """Returns the last total. Raises StepError, for the call `what`, if there is none yet."""

@@ -70,7 +70,7 @@ async def test_rounds_have_totals_of_their_own() -> None:
             for part in step:
                 part.add(m=1)
             assert step["m"] == 3 and step.round == 2
-            with pytest.raises(StepError, match="no part added 'n': there is 'm'"):
+            with pytest.raises(StepError, match=r"'n' in round 2 of step .: there is 'm'; each round has its own"):
                 step["n"]
             with pytest.raises(StepError, match="no part collected 'n'"):
                 step.all("n")
