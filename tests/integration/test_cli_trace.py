@@ -120,7 +120,7 @@ async def test_every_task_of_every_epoch_on_every_node(cli: Cli) -> None:
 
 
 async def test_a_node_that_is_killed_and_one_that_joins_are_named(cli: Cli) -> None:
-    run = await cli.start("run", str(STEADY), "--nodes", "3", "-o", "epochs=100000")
+    run = await cli.start("run", str(STEADY), "--nodes", "3", "-o", "epochs=100000", "-o", "pace_s=0.1")
     await run.until("the job began")
     tracing = await cli.start("trace", "--epochs", "90000", "--every", "1", "-o", "t.json")
     await tracing.until("tracing epochs")
