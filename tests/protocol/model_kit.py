@@ -24,7 +24,6 @@ What makes it small, none of which loses a history that could break an invariant
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -32,7 +31,7 @@ from itertools import product
 
 import numpy as np
 from model_search import BrokenAt, Explored, Memo, Numbers, Picked, Rows, Step, search
-from model_states import Etcd, Interned, Key, Violation
+from model_states import Etcd, Interned, Key, Violation, twin
 from model_steps import Plants, Steps
 from numpy.typing import NDArray
 from protocol_kit import World
@@ -347,21 +346,25 @@ class _Moves:
         self._name = ("", "")
 
     def named(self, what: str, kind: str) -> _Moves:
-        twin = copy.copy(self)
-        twin._name = (what, kind)
-        return twin
+        named = twin(self)
+        named._name = (what, kind)
+        return named
 
     def _column(self, column: int) -> Numbers:
         if column in self._changed:
             return self._changed[column]
+        if not len(self._at):  # the columns of a step that nothing makes may be missing
+            return np.empty(0, np.int32)
         numbers: Numbers = self._rows[column][self._at]
         return numbers
 
     def _picked(self, found: Picked) -> _Moves:
-        twin = copy.copy(self)
-        twin._at = self._at[found]
-        twin._changed = {column: numbers[found] for column, numbers in self._changed.items()}
-        return twin
+        if len(found) == len(self._at):
+            return twin(self)  # `found` is in order: all of them
+        picked = twin(self)
+        picked._at = self._at[found]
+        picked._changed = {column: numbers[found] for column, numbers in self._changed.items()}
+        return picked
 
     def where(self, column: int, holds: NDArray[np.bool_] | None = None, *, living: bool = True) -> _Moves:
         """Only rows whose number there is one that `holds`; without that: is not 0, the number of the dead."""
@@ -384,19 +387,23 @@ class _Moves:
         return moves
 
     def _with(self, column: int, numbers: Numbers) -> _Moves:
-        twin = copy.copy(self)
-        twin._changed = {**self._changed, column: numbers}
-        return twin
+        changed = twin(self)
+        changed._changed = {**self._changed, column: numbers}
+        return changed
 
     def make(self, part: Part, who: tuple[int, ...], read: tuple[int, ...], into: tuple[int, ...] = ()) -> _Moves:
         """Makes the step in those rows where it applies; reads some columns and writes its results into others."""
+        if not len(self._at):
+            return self
         found, results = self._call(part, who, read, max(1, len(into)))
         moves = self._picked(found)
-        moves._changed.update(zip(into, results, strict=bool(into)))
+        moves._changed = {**moves._changed, **dict(zip(into, results, strict=bool(into)))}
         return moves
 
     def replace(self, part: Part, who: tuple[int, ...], read: tuple[int, ...], into: int) -> _Moves:
         """Writes the result where the step applies, and keeps the other rows as they are."""
+        if not len(self._at):
+            return self
         found, (results,) = self._call(part, who, read, 1)
         if not len(found):
             return self

@@ -77,7 +77,7 @@ class Memo:
         self._function = function
         self._bits = _BITS[inputs]
         self._shifts = [self._bits * i for i in reversed(range(inputs))]
-        self._index = _Index()
+        self._index: _Index | _Direct = _Index() if inputs > 1 else _Direct()
         self._results = [np.empty(0, np.int32) for _ in range(results)]
         self._broken: dict[int, str] = {}
 
@@ -99,8 +99,11 @@ class Memo:
         if self._broken:
             for at in np.flatnonzero(self._results[0][places] == -2):
                 raise BrokenAt(self._broken[int(keys[at])], int(at))
-        found = np.flatnonzero(self._results[0][places] >= 0)
-        return found, [result[places[found]] for result in self._results]
+        first = self._results[0][places]
+        found = np.flatnonzero(first >= 0)
+        if len(found) == len(first):
+            return found, [first, *(result[places] for result in self._results[1:])]
+        return found, [first[found], *(result[places[found]] for result in self._results[1:])]
 
     def _learn(self, keys: NDArray[np.int64]) -> None:
         made = [np.empty(len(keys), np.int32) for _ in self._results]
@@ -169,6 +172,28 @@ class _Index:
     def _first(self, keys: NDArray[np.int64]) -> Picked:
         mixed = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         return (mixed >> np.uint64(64 - self._bits)).astype(np.intp)
+
+
+class _Direct:
+    """The same for small keys, such as the numbers of parts: a place for each key there may be."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._places = np.full(64, -1, np.intp)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def places(self, keys: NDArray[np.int64]) -> Picked:
+        lacking = int(keys.max(initial=0)) + 1 - len(self._places)
+        if lacking > 0:
+            self._places = np.concatenate([self._places, np.full(lacking + len(self._places), -1, np.intp)])
+        found: Picked = self._places[keys]
+        return found
+
+    def add(self, keys: NDArray[np.int64]) -> None:
+        self._places[keys] = np.arange(self._count, self._count + len(keys))
+        self._count += len(keys)
 
 
 _MIX = np.random.default_rng(20).integers(0, 1 << 63, 64, np.uint64) * np.uint64(2) + np.uint64(1)

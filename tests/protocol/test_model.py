@@ -32,12 +32,13 @@ CORE = Budget(epochs=2, crashes=2, joins=1, takeovers=1)
 ONE_TASK = {
     "takeovers of living primaries": Budget(epochs=2, takeovers=3),
     "two crashes": Budget(epochs=2, takeovers=2, crashes=2),
-    "a node joins while others take over": Budget(epochs=2, takeovers=2, joins=2, crashes=1),
+    "a node joins while others take over": Budget(epochs=2, takeovers=2, joins=1),
+    "nodes join while one takes over and one dies": Budget(epochs=2, takeovers=1, joins=2, crashes=1),
     "members are evicted while they take over": Budget(epochs=2, takeovers=2, evictions=2),
     "a member is evicted, and one dies": Budget(epochs=2, takeovers=1, evictions=1, crashes=1),
     "one is evicted, another joins": Budget(epochs=2, takeovers=1, evictions=1, joins=1),
     "restarts": Budget(epochs=2, takeovers=2, restarts=2),
-    "restarts while a node joins and one dies": Budget(epochs=2, takeovers=1, joins=1, restarts=1, crashes=1),
+    "restarts while a node joins and one dies": Budget(epochs=2, joins=1, restarts=1, crashes=1),
 }
 TWO_TASKS = {
     "both are taken over, or one three times": Budget(epochs=2, takeovers=3),
@@ -49,8 +50,18 @@ TWO_TASKS = {
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 def test_two_tasks_with_crashes_and_a_join() -> None:
-    explored = explore(Model(2, "abc", CORE), limit=LIMIT)
+    """With a wrongly suspected primary as well, 3 million states: `explore_model.py --takeovers 1`."""
+    explored = explore(Model(2, "abc", replace(CORE, takeovers=0)), limit=LIMIT)
     assert all(explored.steps[step] for step in ("dies", "takes", "takes from nothing", "invites", "commits", "learns"))
+    assert explored.epochs == CORE.epochs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "step"), [("joins", "dies"), ("crashes", "invites")])
+def test_two_tasks_with_a_wrong_takeover(kind: str, step: str) -> None:
+    """Without joins, or without crashes."""
+    explored = explore(Model(2, "abc", replace(CORE, **{kind: 0})), limit=LIMIT)
+    assert all(explored.steps[each] for each in (step, "takes", "commits"))
     assert explored.epochs == CORE.epochs
 
 
@@ -93,7 +104,7 @@ def test_three_members_of_which_two_die() -> None:
     [
         pytest.param(Model(1, "abc", Budget(epochs=2, takeovers=1, crashes=1, joins=1)), marks=pytest.mark.slow),
         Model(1, "abc", Budget(epochs=2, takeovers=1, evictions=1, restarts=1)),
-        pytest.param(Model(2, "abc", Budget(epochs=1, crashes=2, joins=1)), marks=pytest.mark.slow),
+        pytest.param(Model(2, "abc", Budget(epochs=1, crashes=1, joins=1)), marks=pytest.mark.slow),
     ],
 )
 def test_merged_states_reach_the_same(model: Model) -> None:

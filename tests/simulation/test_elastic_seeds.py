@@ -16,7 +16,7 @@ from taskgraph.testing.simulate.elastic.workload import Workload
 
 QUICK = 40
 """Seeds of every test run."""
-LATER = 60
+LATER = 40
 """Seeds of `make test-slow` after these: a fixed number, so that chance never fails a run of the tests."""
 
 SEEDS = 8
