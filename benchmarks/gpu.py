@@ -179,7 +179,7 @@ def gpu(
 async def epochs_per_second(job: tg.Job, nodes: int, seconds: float) -> float:
     async with RunningJob(job, nodes=nodes) as running:
         await running.until_settled(nodes, timeout_s=120.0)
-        await asyncio.sleep(_WARM_S)
+        await asyncio.sleep(min(_WARM_S, seconds))
         async with asyncio.timeout(seconds + 120.0):
             # From one commit to another: an epoch may take a good part of that time.
             while not running.commits:  # noqa: ASYNC110
