@@ -20,7 +20,7 @@ def test_a_killed_node_leaves_the_bits_of_the_sum(tmp_path: Path) -> None:
     assert count == 24
     for via in ("tree", "auto"):
         options: dict[str, Any] = {"via": via, "mark": str(tmp_path / via)}
-        killed = tg.run(sums(**options), nodes=3, timeout_s=60)
+        killed = tg.run(sums(**options), nodes=2, timeout_s=60)
         assert killed.failovers >= 1
         assert killed.value[0].tobytes() == alone.tobytes()
         assert killed.value[1] == count

@@ -54,43 +54,35 @@ async def ends(cli: Cli, run: Command) -> int:
     return int(steps)
 
 
-@pytest.mark.parametrize("seed", [0])
-async def test_worker_dies_in_the_middle_of_a_sum(cli: Cli, seed: int) -> None:
-    run = await start(cli, 3)
-    await makes_steps(cli, 10)
-    pid = pid_of(cli, "n2")
-    await asyncio.sleep(random.Random(seed).uniform(0.0, 0.05))
-    os.kill(pid, signal.SIGKILL)
-    killed_at = time.time()
-    await makes_steps(cli, 5, after=killed_at)
-    made = await ends(cli, run)
-    for worker in ("n1", "n3"):
-        steps = steps_of(cli, worker)
-        assert [number for number, _ in steps] == list(range(made)), "a step was lost, or made twice"
-        next_at = min(at for _, at in steps if at > killed_at)
-        assert next_at - killed_at < GLOO_S / 6
-    await cli.nothing_left()
-
-
-async def test_frozen_worker_is_left_behind(cli: Cli) -> None:
-    run = await start(cli, 3)
-    await makes_steps(cli, 5)
-    pid = pid_of(cli, "n2")
-    stop(pid)
-    try:
-        await run.until("n2 does not answer")
-        await makes_steps(cli, 50, after=time.time())
-        await ends(cli, run)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # the launcher kills it when the job has ended
-            os.kill(pid, signal.SIGCONT)
-    steps = steps_of(cli, "n1")
-    assert max(after - before for (_, before), (_, after) in itertools.pairwise(steps)) < GLOO_S / 2
-
-
-async def test_worker_joins(cli: Cli) -> None:
-    run = await start(cli, 2, "-o", "pause_s=0.01")
+async def test_workers_join_die_and_freeze(cli: Cli) -> None:
+    """One joins, then another one dies in the middle of a sum, then one freezes."""
+    run = await start(cli, 2)
     await makes_steps(cli, 5)
     launch = await cli.start("launch", "fit", "--nodes", "1")
     await launch.until("n3 joined after")
-    await ends(cli, run)
+    joined_at = time.time()
+    await makes_steps(cli, 10, after=joined_at)
+
+    pid = pid_of(cli, "n2")
+    await asyncio.sleep(random.Random(0).uniform(0.0, 0.05))
+    os.kill(pid, signal.SIGKILL)
+    killed_at = time.time()
+    await makes_steps(cli, 5, after=killed_at)
+
+    frozen = pid_of(cli, "n3")
+    stop(frozen)
+    try:
+        await run.until("n3 does not answer")
+        await makes_steps(cli, 50, after=time.time())
+        made = await ends(cli, run)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the launcher kills it when the job has ended
+            os.kill(frozen, signal.SIGCONT)
+    await launch.done()
+    steps = steps_of(cli, "n1")
+    assert [number for number, _ in steps] == list(range(made)), "a step was lost, or made twice"
+    assert max(after - before for (_, before), (_, after) in itertools.pairwise(steps)) < GLOO_S / 2
+    for worker in ("n1", "n3"):
+        next_at = min(at for _, at in steps_of(cli, worker) if at > killed_at)
+        assert next_at - killed_at < GLOO_S / 6
+    await cli.nothing_left()

@@ -35,8 +35,7 @@ async def only_what_was_to_go_on(cli: Cli) -> None:
     assert not [path for path in forgotten if path.exists()]
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize(("dies", "method"), [(False, "fork"), (True, "forkserver")])
 async def test_forgotten_pool_ends_with_its_node(cli: Cli, dies: bool, method: str) -> None:
     """Its workers lived on, with the sockets and the log of a node that had ended. So did a directory of the fork
     server, which is the default from Python 3.14 on."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from pathlib import Path
 
 import pytest
-from cli_kit import DRIVER, LIMIT_S, Cli, printed, sums
+from cli_kit import DRIVER, Cli, printed, sums
 from processes_kit import becomes
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
@@ -94,9 +93,8 @@ async def test_launcher_of_another_package(cli: Cli, shell: tuple[str, ...]) -> 
     ]
     done = await cli("scale", "sums", "1")
     assert done.out == "job sums on shell, 1 node: 2 before\n", done.err
-    async with asyncio.timeout(LIMIT_S):
-        while "s2 leaves: SIGTERM" not in (await cli("logs", "--on", "shell", "sums", "--node", "2")).out:
-            pass
+    left = ("logs", "--on", "shell", "sums", "--node", "2")
+    await cli.once(lambda done: "s2 leaves: SIGTERM" in done.out, *left)
     (cli.cwd / "pids").rename(cli.cwd / "elsewhere")
     assert "shell does not say which nodes it has not started yet: the folder of" in (await cli("status", "sums")).out
     (cli.cwd / "elsewhere").rename(cli.cwd / "pids")

@@ -119,6 +119,7 @@ async def test_map_does_not_wait_for_a_piece_that_another_node_has_done(cli: Cli
 
 
 async def at_gate(cli: Cli, nodes: int) -> Command:
+    """A run whose workers wait with a piece each, until `cli.open` is called."""
     options = ("-o", f"gate={cli.gate}", "-o", f"finish={cli.root / 'finish'}")
     run = await cli.start("run", SHARDED, "--nodes", str(nodes), "--json", *options)
     await becomes(lambda: len(list(cli.root.glob("gate-n*"))) == nodes)
@@ -147,7 +148,7 @@ async def test_shards_with_deaths_joins_and_drains(cli: Cli) -> None:
 
 
 async def test_shards_of_a_frozen_worker_go_to_others(cli: Cli) -> None:
-    run = await at_gate(cli, 3)
+    run = await at_gate(cli, 2)
     pid = (await pids(cli, "sharded"))["n2"]
     stop(pid)
     try:

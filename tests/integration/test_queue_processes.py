@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cli_kit import Cli
+from cli_kit import Cli, Done
 
 import taskgraph as tg
 from taskgraph.driver.loading import load_driver
@@ -34,12 +34,14 @@ async def test_each_piece_counts_once_whatever_is_killed(cli: Cli) -> None:
 @pytest.mark.slow
 async def test_shards_shows_how_far_a_queue_is(cli: Cli) -> None:
     run = await cli.start("run", str(DRIVER), "--nodes", "2", "-o", f"folder={cli.root}", "-o", "waits=7")
-    while True:
-        done = await cli("shards", "queued", "--json")
-        queues = json.loads(done.out)["queues"] if done.code == 0 else []
-        if queues and (counts := queues[0]["counts"])[0]["dealt"] == 1 and counts[0]["done"] % 40 == 39:
-            break
-    (queue,) = queues
+
+    def almost_done(found: Done) -> bool:
+        queues = json.loads(found.out)["queues"] if found.code == 0 else []
+        return any(at["dealt"] == 1 and at["done"] % 40 == 39 for queue in queues for at in queue["counts"][:1])
+
+    done = await cli.once(almost_done, "shards", "queued", "--json")
+    (queue,) = json.loads(done.out)["queues"]
+    counts = queue["counts"]
     assert (queue["name"], queue["kind"], queue["pieces"], queue["passes"]) == ("rows", "queue", PIECES, 1)
     assert queue["left"] == PIECES - counts[0]["done"]
     text = (await cli("shards")).out
@@ -53,12 +55,13 @@ async def test_shards_shows_how_far_a_queue_is(cli: Cli) -> None:
 async def test_shards_of_an_elastic_job(cli: Cli) -> None:
     driver, gate = str(DRIVER.parent / "sharded.py"), cli.root / "open"
     run = await cli.start("run", driver, "--nodes", "2", "-o", "pieces=20", "-o", f"gate={gate}")
-    while True:
-        done = await cli("shards", "sharded", "--json")
-        queues = json.loads(done.out)["queues"] if done.code == 0 else []
-        if queues and queues[0]["counts"][0]["dealt"] >= 2:
-            break
-    (queue,) = queues
+
+    def dealt(found: Done) -> bool:
+        queues = json.loads(found.out)["queues"] if found.code == 0 else []
+        return bool(queues) and queues[0]["counts"][0]["dealt"] >= 2
+
+    done = await cli.once(dealt, "shards", "sharded", "--json")
+    (queue,) = json.loads(done.out)["queues"]
     assert (queue["kind"], queue["pieces"], queue["passes"], queue["left"]) == ("shards", 20, 2, 40)
     gate.touch()
     ended = await run.done()

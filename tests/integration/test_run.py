@@ -84,9 +84,9 @@ def test_result_returns_if_it_cannot_be_kept(fails: bool, runtime: Runtime, capl
     (runtime.root / "finished").touch()  # a full disk refuses what is written there, too
     if fails:
         with pytest.raises(tg.JobFailed, match="one shard is empty"):
-            tg.run(sums(fail_at=3), nodes=2, timeout_s=100)
+            tg.run(sums(fail_at=3), nodes=1, timeout_s=100)
     else:
-        assert tg.run(sums(), nodes=2, timeout_s=100).value == VALUES
+        assert tg.run(sums(), nodes=1, timeout_s=100).value == VALUES
     assert [record.message for record in caplog.records if "not kept on this host" in record.message]
     assert str(runtime.root / "finished") in caplog.text
 
@@ -186,7 +186,7 @@ async def test_failed_cleanup_costs_no_result(runtime: Runtime, caplog: pytest.L
         monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", "/nowhere")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        result = await tg.arun(sums(), nodes=2, timeout_s=100, hooks=Hooks(on_start=on_start))
+        result = await tg.arun(sums(), nodes=1, timeout_s=100, hooks=Hooks(on_start=on_start))
     assert result.value == VALUES
     told = [record.message for record in caplog.records if "cannot be removed" in record.message]
     assert len(told) == 1 and ".json cannot be removed" in told[0]
@@ -219,7 +219,7 @@ async def test_job_survives_removed_sockets(runtime: Runtime, tmp_path: Path) ->
 
 async def test_cancelled_while_it_starts_it_leaves_nothing() -> None:
     for pause_s in (0.0, 0.05, 0.3, 0.6):  # somewhere in the start of etcd, of the job, of its nodes
-        running = asyncio.ensure_future(tg.arun(sums(pause_at=0, gate="/nowhere"), nodes=2))
+        running = asyncio.ensure_future(tg.arun(sums(pause_at=0, gate="/nowhere"), nodes=1))
         await asyncio.sleep(pause_s)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -68,7 +68,7 @@ async def test_lost_keeper_rolls_the_job_back(cli: Cli, tmp_path: Path) -> None:
 
 async def test_resume_on_fewer_nodes(cli: Cli, tmp_path: Path) -> None:
     options = ("-o", f"gate={cli.gate}", "-o", f"checkpoint=file://{tmp_path}")
-    command = await cli.start("run", str(DRIVER), "--json", "--nodes", "4", *options)
+    command = await cli.start("run", str(DRIVER), "--json", "--nodes", "2", *options)
     await command.until("the job began")
     await becomes(lambda: any(tmp_path.glob("**/manifest.json")))
     command.process.kill()
@@ -76,4 +76,4 @@ async def test_resume_on_fewer_nodes(cli: Cli, tmp_path: Path) -> None:
     await command.process.communicate()
     await becomes(lambda: not cli.processes())
     cli.open()
-    check(await cli("run", str(DRIVER), "--json", "--nodes", "2", "--resume", *options))
+    check(await cli("run", str(DRIVER), "--json", "--nodes", "1", "--resume", *options))

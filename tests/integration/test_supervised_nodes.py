@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -43,11 +44,6 @@ def until_finish(cli: Cli) -> tuple[str, ...]:
     return "epochs=1000000", f"finish={cli.root / 'finish'}"
 
 
-async def nodes_of(cli: Cli, job: str) -> dict[str, dict[str, object]]:
-    found = json.loads((await cli("status", job, "--json")).out)
-    return {node["name"]: node for node in found["nodes"]}
-
-
 async def test_certificates_with_a_fixed_name(cli: Cli, submitted: tuple[str, ...]) -> None:
     """Nodes of two hosts have one certificate, which names neither; clients of a third host ask them over TLS."""
     (cli.cwd / "tls").mkdir()
@@ -68,6 +64,7 @@ async def test_certificates_with_a_fixed_name(cli: Cli, submitted: tuple[str, ..
     until = time.monotonic() + LIMIT_S
     while len(found) < 2 or not all(node["answers"] for node in found):
         assert time.monotonic() < until, found
+        await asyncio.sleep(0.2)
         found = json.loads((await cli("status", "tls-name", "--json", **laptop)).out)["nodes"]
     for name, says in (("other", "does not have the name 'other'"), ("", "does not name that host: give --tls-name")):
         refused = await cli("status", "tls-name", **{**laptop, "TASKGRAPH_TLS_NAME": name})
@@ -126,8 +123,7 @@ async def test_elastic_job(cli: Cli, submitted: tuple[str, ...]) -> None:
     await becomes(lambda: any(cli.root.glob("gate-*")))  # it waits in step 5
     await becomes(ready[0].exists)
     b = await cli.start(*words, "--name", "b", "--ready-file", "b.ready")
-    while "b" not in await nodes_of(cli, "grows"):
-        pass
+    await cli.registered("grows", "b")
     assert ready[0].exists() and not ready[1].exists(), "b copies the state"
     cli.open()
     await becomes(ready[1].exists)

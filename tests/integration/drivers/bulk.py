@@ -63,7 +63,7 @@ class Bulk(tg.Task, state=["theta"]):
 
 @tg.job
 def bulk(
-    tasks: int = 7, epochs: int = 350, backups: int = 1, n: int = 40_000, pace_s: float = 0.02, gate: str = ""
+    tasks: int = 7, epochs: int = 200, backups: int = 1, n: int = 40_000, pace_s: float = 0.02, gate: str = ""
 ) -> tg.Job:
     build = lambda _: Bulk(n, pace_s, gate)  # noqa: E731
     return tg.Job(tasks=tasks, epochs=epochs, backups=backups, builder=build, topology=tg.tree())

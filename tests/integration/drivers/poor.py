@@ -48,4 +48,4 @@ class Sums(tg.Task, state=["sum"]):
 @tg.job
 def poor(limits: bool = True) -> tg.Job:
     links = {"next": lambda task, tasks, epoch: [1] * (not task), "last": lambda task, tasks, epoch: [0] * task}
-    return tg.Job(tasks=2, epochs=8, builder=lambda _: Sums(limits), topology=links, backups=1)
+    return tg.Job(tasks=2, epochs=5, builder=lambda _: Sums(limits), topology=links, backups=1)
