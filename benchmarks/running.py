@@ -19,7 +19,7 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.network.listening import Listening
 from taskgraph.observe.events import Event
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import JobStatus
 from taskgraph.protocol.view import JobView
 
 __all__ = ["RunningJob"]
@@ -80,7 +80,7 @@ class RunningJob:
 
     async def _end(self) -> None:
         if self.view.running:
-            await self.follower.cancel_job("the benchmark is over", state=State.CANCELLED)
+            await self.follower.cancel_job("the benchmark is over", state=JobStatus.CANCELLED)
         await self.nodes.stop(5.0)
 
     @property
@@ -123,7 +123,7 @@ class RunningJob:
             SystemExit: it did not finish.
         """
         status = await self.follower.wait_for_end()
-        if status.state != State.FINISHED:
+        if status.state != JobStatus.FINISHED:
             raise SystemExit(f"the job {status.state}: {status.reason}")
         found = await self.follower.results()
         result = self.follower.assemble(found, 0.0)

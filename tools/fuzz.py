@@ -60,7 +60,7 @@ def _frames() -> tuple[Target, list[bytes]]:
     from taskgraph.errors import DecodeError
     from taskgraph.protocol import messages as m
     from taskgraph.transport import wire
-    from taskgraph.transport.frames import HEAD_BYTES, Head, Kind, Limits, pack_frame
+    from taskgraph.transport.frames import HEAD_BYTES, FrameKind, Head, Limits, pack_frame
     from taskgraph.transport.hello import HELLO_LIMITS
     from taskgraph.transport.incoming import Incoming
     from taskgraph.transport.reader import FrameReader
@@ -83,7 +83,9 @@ def _frames() -> tuple[Target, list[bytes]]:
         def on_complete(incoming: Incoming) -> None:
             incoming.complete()
 
-        def on_whole(kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes) -> None:
+        def on_whole(
+            kind: FrameKind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes
+        ) -> None:
             if carried and sum(sizes) != len(carried):
                 raise Finding(f"buffers of {sizes} in {len(carried)} bytes")
             wire.from_header(header)
@@ -95,7 +97,7 @@ def _frames() -> tuple[Target, list[bytes]]:
             on_whole=on_whole,
             on_control=lambda head, header: None,
         )
-        reader.whole = () if stranger else (Kind.CALL, Kind.TELL)
+        reader.whole = () if stranger else (FrameKind.CALL, FrameKind.TELL)
         rest = memoryview(data)[1:]
         with contextlib.suppress(DecodeError):
             while rest:
@@ -110,13 +112,13 @@ def _frames() -> tuple[Target, list[bytes]]:
                     raise Finding(f"a reader with a buffer of {len(reader._memory)} bytes after {len(data)}")
 
     header = wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, m.Encoded(b"meta", (memoryview(b"bulk"),), bytes(16))))
-    flag = pack_frame(Head(Kind.CALL, 1, len(header), 1, 8, 8, 4), (4,), header) + b"metabulk"
-    large = pack_frame(Head(Kind.CALL, 2, len(header), 1, 0, 3000, 4), (2996,), header)
-    chunk = pack_frame(Head(Kind.CHUNK, 2, body=1500)) + bytes(1500)
+    flag = pack_frame(Head(FrameKind.CALL, 1, len(header), 1, 8, 8, 4), (4,), header) + b"metabulk"
+    large = pack_frame(Head(FrameKind.CALL, 2, len(header), 1, 0, 3000, 4), (2996,), header)
+    chunk = pack_frame(Head(FrameKind.CHUNK, 2, body=1500)) + bytes(1500)
     pull = wire.to_header(m.Pull(m.Stamp(1, 7), 3, 1, 5, "grad"))
-    call = pack_frame(Head(Kind.CALL, 3, len(pull)), (), pull)
-    control = pack_frame(Head(Kind.CANCEL, 1)) + pack_frame(Head(Kind.GOODBYE, 0))
-    hello = pack_frame(Head(Kind.HELLO_OPEN, 0, header=60), (), bytes(60))
+    call = pack_frame(Head(FrameKind.CALL, 3, len(pull)), (), pull)
+    control = pack_frame(Head(FrameKind.CANCEL, 1)) + pack_frame(Head(FrameKind.GOODBYE, 0))
+    hello = pack_frame(Head(FrameKind.HELLO_OPEN, 0, header=60), (), bytes(60))
     assert HEAD_BYTES == 56
     return run, [b"\xfe" + flag + call + control, b"\xfe" + large + call + chunk + chunk, b"\x01" + hello]
 
@@ -124,10 +126,10 @@ def _frames() -> tuple[Target, list[bytes]]:
 def _hello() -> tuple[Target, list[bytes]]:
     """Both sides of the hello; an input is a list of (kind, size, bytes)."""
     from taskgraph.errors import DecodeError
-    from taskgraph.transport.frames import Kind
+    from taskgraph.transport.frames import FrameKind
     from taskgraph.transport.hello import Answering, Dialling, HelloRefused
 
-    kinds = list(Kind)
+    kinds = list(FrameKind)
 
     def run(data: bytes) -> None:
         for side in (Answering(b"t" * 16, "job", "node"), Dialling(b"t" * 16, "job", "node", probe=False)):

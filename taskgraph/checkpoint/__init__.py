@@ -5,6 +5,6 @@ from __future__ import annotations
 from taskgraph.checkpoint.files import FileInfo
 from taskgraph.checkpoint.manifest import CheckpointName, ExpectedJob, Manifest
 from taskgraph.checkpoint.places import check_url
-from taskgraph.checkpoint.store import Store
+from taskgraph.checkpoint.store import CheckpointStore
 
-__all__ = ["CheckpointName", "ExpectedJob", "FileInfo", "Manifest", "Store", "check_url"]
+__all__ = ["CheckpointName", "CheckpointStore", "ExpectedJob", "FileInfo", "Manifest", "check_url"]

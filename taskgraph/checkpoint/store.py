@@ -28,7 +28,7 @@ from taskgraph.checkpoint.places import Place, UnusableFile, open_place, split_t
 from taskgraph.errors import CheckpointError
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["NewestCheckpoint", "Store"]
+__all__ = ["CheckpointStore", "NewestCheckpoint"]
 
 log = logging.getLogger("taskgraph.checkpoint")
 
@@ -62,7 +62,7 @@ class NewestCheckpoint:
         return any(issubclass(each, kind) for each in self.kinds)
 
 
-class Store:
+class CheckpointStore:
     """The checkpoints of one job, in their place.
 
     Args:
@@ -171,7 +171,7 @@ class Store:
         Unlike `discard` it removes staged manifests and files that their writers left half written.
 
         Args:
-            writes: given a task and a writer (the `by` of its `Store`), true if it may still be writing that file.
+            writes: given a task and a writer (`by` of a `CheckpointStore`), true if it may still be writing it.
             may_go_on: true while the caller may do this; called before each file.
 
         Raises:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, get_args
 
-from taskgraph.collectives.plan import Op, Place, Via, slicing_bytes, tree_place
+from taskgraph.collectives.plan import Op, TreePlace, Via, slicing_bytes, tree_place
 from taskgraph.collectives.ports import Work
-from taskgraph.collectives.steps import AddChildren, AddShares, Drop, Exchange, Relay, no_user_code
+from taskgraph.collectives.steps import AddChildren, AddShares, DropResults, ExchangeSlices, Relay, no_user_code
 from taskgraph.collectives.values import Put, PutEach, PutPartial, PutShares, PutSlices, Then
 from taskgraph.errors import GraphError
 from taskgraph.graph.compose import RELAY, UNNAMED, Composition, Wrapper, name_of
@@ -20,7 +20,7 @@ _KEPT = 1024
 """Wrappers and names are made once for many epochs."""
 
 _then = Then()
-_drop = Drop()
+_drop = DropResults()
 _put = lru_cache(_KEPT)(Put)
 _put_each = lru_cache(_KEPT)(PutEach)
 _put_partial = lru_cache(_KEPT)(PutPartial)
@@ -29,7 +29,7 @@ _put_shares = lru_cache(_KEPT)(PutShares)
 _relay = lru_cache(_KEPT)(Relay)
 _add_children = lru_cache(_KEPT)(AddChildren)
 _add_shares = lru_cache(_KEPT)(AddShares)
-_exchange = lru_cache(_KEPT)(Exchange)
+_exchange = lru_cache(_KEPT)(ExchangeSlices)
 
 
 Declare = Callable[[Value, Mapping[str, Any], Mapping[str, Any], str, bool, Wrapper], None]
@@ -139,7 +139,7 @@ class CollectiveDeclaration:
         return self._me == self._root
 
     def _declare_adding(
-        self, value: Value, op: Op, at: Place, to: str, *, shared: bool, sliced: tuple[str, int] | None = None
+        self, value: Value, op: Op, at: TreePlace, to: str, *, shared: bool, sliced: tuple[str, int] | None = None
     ) -> None:
         """Declares the processors that add up the values along the tree.
 
@@ -165,7 +165,7 @@ class CollectiveDeclaration:
                 "add", add, {own: (me,), up: tuple([child.member for child in at.children])}, outbound
             )
 
-    def _declare_relay(self, at: Place, tag: str) -> None:
+    def _declare_relay(self, at: TreePlace, tag: str) -> None:
         """Declares the processor that passes a value from the parent on to the children, if the task has both."""
         if at.parent is not None and at.children:
             self._declare_internal(RELAY, _relay(tag, at.parent), {tag: (at.parent,)}, {tag: _child_tasks(at)})
@@ -247,6 +247,6 @@ def _all_tasks(tasks: int) -> tuple[int, ...]:
     return tuple(range(tasks))
 
 
-def _child_tasks(at: Place) -> tuple[int, ...]:
+def _child_tasks(at: TreePlace) -> tuple[int, ...]:
     """Returns the children, the one with the most members first: it has to pass the value on."""
     return tuple([child.member for child in reversed(at.children)])

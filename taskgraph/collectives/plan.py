@@ -22,7 +22,7 @@ from typing import Final, Literal, NamedTuple
 
 from taskgraph.protocol.elastic.tree import Span, halves
 
-__all__ = ["LARGE_SLICE_BYTES", "Child", "Op", "Place", "Via", "slicing_bytes", "tree_place"]
+__all__ = ["LARGE_SLICE_BYTES", "Op", "TreeChild", "TreePlace", "Via", "slicing_bytes", "tree_place"]
 
 Op = Literal["sum", "mean", "min", "max"]
 Via = Literal["auto", "tree", "ring"]
@@ -38,7 +38,7 @@ def slicing_bytes(via: Via, members: int) -> int | None:
     return 1 if via == "ring" else members * LARGE_SLICE_BYTES
 
 
-class Child(NamedTuple):
+class TreeChild(NamedTuple):
     """A member that sends a sum to its parent.
 
     Attributes:
@@ -49,7 +49,7 @@ class Child(NamedTuple):
     earlier: bool
 
 
-class Place(NamedTuple):
+class TreePlace(NamedTuple):
     """A member's place in the tree.
 
     Attributes:
@@ -58,23 +58,23 @@ class Place(NamedTuple):
     """
 
     parent: int | None
-    children: tuple[Child, ...]
+    children: tuple[TreeChild, ...]
 
 
 @lru_cache(maxsize=4096)
-def tree_place(members: tuple[int, ...], root: int, member: int) -> Place:
+def tree_place(members: tuple[int, ...], root: int, member: int) -> TreePlace:
     """Returns a member's place in the tree whose sums end at `root`; both are task ids."""
     span, head, me = Span(0, len(members)), members.index(root), members.index(member)
     parent: int | None = None
-    children: list[Child] = []
+    children: list[TreeChild] = []
     while span.end - span.first > 1:
         first, second = halves(span)
         own, other = (first, second) if head < second.first else (second, first)
         if me == head:
-            children.append(Child(members[other.first], earlier=other is first))
+            children.append(TreeChild(members[other.first], earlier=other is first))
         elif other.first <= me < other.end:
             own, parent, head = other, members[head], other.first
         span = own
     if me == members.index(root):
         parent = None
-    return Place(parent, tuple(reversed(children)))
+    return TreePlace(parent, tuple(reversed(children)))

@@ -18,7 +18,7 @@ from taskgraph.graph.compose import Derived
 from taskgraph.graph.values import encode
 from taskgraph.protocol.frozen import frozen
 
-__all__ = ["AddChildren", "AddShares", "Drop", "Exchange", "Relay", "no_user_code"]
+__all__ = ["AddChildren", "AddShares", "DropResults", "ExchangeSlices", "Relay", "no_user_code"]
 
 
 def no_user_code() -> None:
@@ -56,7 +56,7 @@ def _mark_internal(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @frozen
-class Drop(_Internal):
+class DropResults(_Internal):
     """Takes results that this task does not use."""
 
     is_brief: ClassVar[bool] = True
@@ -144,7 +144,7 @@ _SLICED: Final = encode(None)
 
 
 @frozen
-class Exchange(_Internal):
+class ExchangeSlices(_Internal):
     """Exchanges slices of large values. Runs only in epochs in which the values are large.
 
     Attributes:

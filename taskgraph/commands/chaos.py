@@ -24,7 +24,7 @@ from taskgraph.launch.follow import follow_events
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import counted, ids_text
 from taskgraph.observe.screen import printable
-from taskgraph.protocol.records import State, name_of
+from taskgraph.protocol.records import JobStatus, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.system import host
 from taskgraph.system.alongside import alongside
@@ -144,7 +144,7 @@ class _Chaos:
             print(f"  {name_of(node)} (process {pid}) is alive after SIGKILL", flush=True)
         if status is not None and status.record.reason:
             print(f"  {printable(status.record.reason)}", flush=True)
-        return 1 if state == State.FAILED else 0
+        return 1 if state == JobStatus.FAILED else 0
 
     async def _wait_until_ended(self) -> None:
         """Waits until the job has ended, and a moment more, in which its last events are shown."""

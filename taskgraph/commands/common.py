@@ -26,7 +26,7 @@ from taskgraph.network.listening import Listening
 from taskgraph.network.tls import Tls, check_listener
 from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.protocol.view import decode_key
 from taskgraph.system.files import remove_file
 from taskgraph.system.signals import Orders, obey_sigterm
@@ -322,7 +322,7 @@ async def _check_run(coordinator: Coordinator, name: str, run: str) -> None:
     if placed is None or (placed.where.get("run") or run) == run:
         return
     status = await coordinator.get(Keys(name).status)
-    if status is None or StatusRecord.from_bytes(status.value).state == State.RUNNING:
+    if status is None or StatusRecord.from_bytes(status.value).state == JobStatus.RUNNING:
         return
     raise NotSubmitted(
         f"etcd at {placed.etcd} has another run of job {name!r}, which has ended (--etcd shows it), and not yet the "
@@ -410,7 +410,7 @@ def _killed_text(runtime: Runtime, entry: JobEntry) -> str:
 
 def ended_text(state: str) -> str:
     """Returns how a job ended, as the predicate of a sentence."""
-    return {State.CANCELLED: "was cancelled", "deleted": "was deleted", "": "ended"}.get(state, state)
+    return {JobStatus.CANCELLED: "was cancelled", "deleted": "was deleted", "": "ended"}.get(state, state)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:

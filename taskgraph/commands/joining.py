@@ -52,7 +52,7 @@ from taskgraph.launch.supervise import launch_nodes
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import NAME_RULE, Keys, is_name
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.environment import node_env
@@ -164,7 +164,7 @@ async def _launch(options: argparse.Namespace) -> int:
                     leave.set()  # there is no etcd to hand over by
                     raise _launcher_ended_error(reached)
                 status, result = await work
-            if status.state != State.RUNNING and not reached.entry.embedded:  # else the run keeps the end
+            if status.state != JobStatus.RUNNING and not reached.entry.embedded:  # else the run keeps the end
                 asks = f"`taskgraph result {reached.name} --etcd {entry.etcd}` asks the job's etcd for them"
                 await follower.keep_end(status, asks)
         except asyncio.CancelledError:
@@ -196,20 +196,20 @@ async def print_end(
     name, lost = reached.name, follower.kept.not_kept
     if result is not None:
         print_result(result, as_json=False, kept=True, elastic=follower.view.workers is not None)
-    if status.state == State.FINISHED and lost:
+    if status.state == JobStatus.FINISHED and lost:
         say(f"job {name} finished, but its values are lost: {lost}")
         return 1
     if result is not None:
         if follower.only_on_nodes:
             print(f"job {name}: {await _values_text(reached)}", file=sys.stderr)
         return 0
-    if status.state == State.FINISHED:
+    if status.state == JobStatus.FINISHED:
         print(f"job {name} finished; {await _values_text(reached)}", file=sys.stderr)
         return 0
-    if status.state == State.RUNNING and (left or not status.reason):
+    if status.state == JobStatus.RUNNING and (left or not status.reason):
         say(await _left_text("have left", reached, follower))
         return 130 if left else 0
-    if status.state == State.RUNNING:
+    if status.state == JobStatus.RUNNING:
         say(f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {name}`")
         return 1
     raise job_failed(name, status)
@@ -218,7 +218,7 @@ async def print_end(
 async def _print_ended(reached: FoundJob, status: StatusRecord) -> int:
     """Prints that the job had ended before, so that no nodes start; returns the exit code."""
     name = reached.name
-    if status.state == State.FINISHED:
+    if status.state == JobStatus.FINISHED:
         print(f"job {name} has finished already: no nodes were started; {await _values_text(reached)}", file=sys.stderr)
         return 0
     error = job_failed(name, status)

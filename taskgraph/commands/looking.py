@@ -31,7 +31,7 @@ from taskgraph.observe.queues_text import set_aside_text
 from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
 from taskgraph.observe.status_text import StatusData, no_node_text, status_text
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import JobStatus
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done
 
@@ -291,7 +291,7 @@ async def _follow(reached: FoundJob, printed: deque[Event], *, as_json: bool) ->
     async for event in follow_events(reached.coordinator, reached.name):
         printed.append(event)
         print_event(event, as_json=as_json)
-        if event.kind in (State.FINISHED, State.FAILED, State.CANCELLED):
+        if event.kind in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELLED):
             return
 
 
@@ -334,9 +334,9 @@ async def _result(options: argparse.Namespace) -> int:
         kept = await find_kept(reached.coordinator, reached.name)
         if kept is None:
             raise UnknownJob(f"job {reached.name!r} was deleted")
-        if kept.state == State.RUNNING:
+        if kept.state == JobStatus.RUNNING:
             raise _still_running(reached.name)
-        if kept.result or kept.state != State.FINISHED:
+        if kept.result or kept.state != JobStatus.FINISHED:
             print_values(kept.result_of(reached.name), as_json=options.json)
         else:
             await _collect_and_print(reached, as_json=options.json)

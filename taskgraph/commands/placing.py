@@ -108,7 +108,7 @@ def _words(options: argparse.Namespace) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LauncherOfJob:
     """A job's launcher, and where it started the job's nodes."""
 
     job: str
@@ -117,7 +117,7 @@ class Place:
     where: dict[str, str]
 
 
-def place_of(options: argparse.Namespace) -> Place:
+def place_of(options: argparse.Namespace) -> LauncherOfJob:
     """Finds the launcher of a job: by --on, or as this host remembers it.
 
     Raises:
@@ -134,7 +134,7 @@ def place_of(options: argparse.Namespace) -> Place:
     if options.on is not None:
         launcher = find_launcher(options.on)
         remembered = placed.where if placed is not None and placed.on == options.on else {}
-        return Place(job, options.on, launcher, {**remembered, **launcher.place(options)})
+        return LauncherOfJob(job, options.on, launcher, {**remembered, **launcher.place(options)})
     if placed is None:
         if (logs := Runtime().left_logs(job) or Runtime().kept_logs(job)).is_dir():
             raise UnknownJob(
@@ -147,7 +147,7 @@ def place_of(options: argparse.Namespace) -> Place:
             f"job {job!r} was not submitted with `--on` on this host{others}: say where it is with --on local, slurm "
             f"or kubernetes"
         )
-    return Place(job, placed.on, find_launcher(placed.on), placed.where)
+    return LauncherOfJob(job, placed.on, find_launcher(placed.on), placed.where)
 
 
 def is_placed(options: argparse.Namespace) -> bool:

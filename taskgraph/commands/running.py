@@ -39,7 +39,7 @@ from taskgraph.observe.format import counted, kept_json
 from taskgraph.observe.queues_text import set_aside_text
 from taskgraph.observe.screen import say
 from taskgraph.observe.values_text import values_text
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import JobStatus
 from taskgraph.results import JobResult
 from taskgraph.system.streams import never_wait, wait_until_written
 
@@ -74,7 +74,7 @@ class _Run:
 
     def _on_event(self, event: Event) -> None:
         """Shows an event, and notes that the job has finished."""
-        if event.kind == State.FINISHED:
+        if event.kind == JobStatus.FINISHED:
             self._saw_finish = True
         self._shown.event(event)
 

@@ -17,7 +17,7 @@ from taskgraph.launch.tracing import NodeTrace, Tracer, every_text
 from taskgraph.observe.screen import say
 from taskgraph.observe.trace import clock
 from taskgraph.observe.trace_file import TraceFile
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import JobStatus
 from taskgraph.system.alongside import alongside
 from taskgraph.system.files import OF_THE_HOST, chosen_file, why_unwritable
 from taskgraph.system.signals import obey_sigterm
@@ -70,7 +70,7 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
         return _INTERRUPTED
     for line in about["missing"]:
         say(f"missing: {line}")
-    if state is not None and state.state == State.FAILED:
+    if state is not None and state.state == JobStatus.FAILED:
         say(f"the job failed meanwhile: {state.reason}")
     print(_summary(path, about), file=sys.stderr if _is_stdout(path) else sys.stdout)
     return _INTERRUPTED if tracer.ended_early else 0

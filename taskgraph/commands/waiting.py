@@ -24,7 +24,7 @@ from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.shown import JobProgress
 from taskgraph.observe.events import Event
 from taskgraph.observe.screen import say
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
@@ -69,7 +69,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
             if not ending.done():
                 await broken
             status, result = ending.result()
-            if status.state != State.FINISHED:
+            if status.state != JobStatus.FINISHED:
                 await _wait_for_end_event(follower, status)
         await follower.keep_end(status)
     except asyncio.CancelledError:
@@ -79,7 +79,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
         await follower.stop()
     restore_signals()
     try:
-        if status.state == State.FINISHED and result is None and follower.view.collected:
+        if status.state == JobStatus.FINISHED and result is None and follower.view.collected:
             return await _print_collected(reached, follower, path)
         if path == _OUTPUT and result is not None:
             return 0
@@ -158,7 +158,7 @@ async def _wait_and_collect(follower: Collector, path: Path | None) -> tuple[Sta
     take = None if path is None else partial(_write_result, path)
     while True:
         status = await follower.wait_for_end()
-        if status.state != State.FINISHED:
+        if status.state != JobStatus.FINISHED:
             return status, None
         result = await follower.collect(first=True, take=take)
         if result is not None or follower.finished:
@@ -177,7 +177,7 @@ async def _print_collected(reached: FoundJob, follower: Collector, path: Path | 
     if path is not None and _exists(path):
         say(f"job {reached.name} has finished; its values are in {path}")
         return 0
-    return await print_end(reached, follower, StatusRecord(state=State.FINISHED), None, left=False)
+    return await print_end(reached, follower, StatusRecord(state=JobStatus.FINISHED), None, left=False)
 
 
 def _exists(path: Path) -> bool:

@@ -27,7 +27,15 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.device.api import Device, Event
 
-__all__ = ["OffLoopFinalizer", "Worker", "call_after", "call_later", "call_soon", "make_pending_calls", "on_a_loop"]
+__all__ = [
+    "FinalizerThread",
+    "OffLoopFinalizer",
+    "call_after",
+    "call_later",
+    "call_soon",
+    "make_pending_calls",
+    "on_a_loop",
+]
 
 _IDLE_S: Final = 10.0
 """How long an idle thread lives."""
@@ -53,7 +61,7 @@ class _DeferredCall(NamedTuple):
         return all(map(self.device.has_passed, self.events))
 
 
-class Worker:
+class FinalizerThread:
     """A thread that handles requests of finalizers, and ends after a while without any.
 
     Args:
@@ -179,9 +187,9 @@ def _call_and_log_error(then: Callable[[], object]) -> None:
         log.exception("memory of a device could not be released")
 
 
-_calling: Final = Worker(_call_and_log_error)
-_postponed: Final = Worker(_call_after_pause)
-_waiting: Final = Worker(_wait_and_call)
+_calling: Final = FinalizerThread(_call_and_log_error)
+_postponed: Final = FinalizerThread(_call_after_pause)
+_waiting: Final = FinalizerThread(_wait_and_call)
 _lost: Final[list[_DeferredCall]] = []
 """Work of lost devices, which never becomes due; keeps its memory for ever."""
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.device.afterwards import Worker, on_a_loop
+from taskgraph.device.afterwards import FinalizerThread, on_a_loop
 from taskgraph.device.api import Array, Device, Event
 from taskgraph.system.host import memory_bytes
 
@@ -129,7 +129,7 @@ class _LockedMemory:
         self._limit = limit
         self._locking = threading.Lock()
         self._counting = threading.Lock()
-        self._unlocking = Worker(lambda gone: self._unlock(*gone))
+        self._unlocking = FinalizerThread(lambda gone: self._unlock(*gone))
         self._left: list[Any] = []  # memory of lost devices, kept for ever
         self._warned = False
         self.nbytes = 0

@@ -19,7 +19,7 @@ from taskgraph.elastic_jobs.adding import FinishedParts, Outgoing, Total
 from taskgraph.elastic_jobs.slices import Slices, encode_slices
 from taskgraph.graph.sums import Sums, add_up, decode_sums, encode_sums
 from taskgraph.protocol.elastic.actions import Contribution, SumTogether
-from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.flush import FlushReport
 from taskgraph.protocol.elastic.tree import Span, halves
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Worker
@@ -191,7 +191,7 @@ class Contributions:
 
     # -- what follows -----------------------------------------------------------------------------
 
-    def begin_view(self, view: View, report: Report) -> None:
+    def begin_view(self, view: View, report: FlushReport) -> None:
         """Begins a view: keeps the sums that this worker reports as its own, and drops all others of earlier views.
 
         A reported sum may be one that another worker sent in an earlier view.

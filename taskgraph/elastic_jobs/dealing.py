@@ -7,7 +7,7 @@
 A round is a position of the protocol with one part for each worker. It never waits for a piece that computes: every
 worker contributes at once what it has. So a lost worker costs one change of the view, and its pieces are dealt again.
 
-While the rounds run, the position and the tag of `Progress` are theirs; user code asks for nothing else.
+While the rounds run, the position and the tag of `RunProgress` are theirs; user code asks for nothing else.
 
 A round begins at once if user code waits for a piece; `PACE_S` after the one before if there is something to say; and
 `KEEP_ALIVE_S` after it, so that pieces that take too long are found.
@@ -34,7 +34,7 @@ from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.engine import Engine
-    from taskgraph.elastic_jobs.progress import Progress
+    from taskgraph.elastic_jobs.progress import RunProgress
 
 __all__ = ["KEEP_ALIVE_S", "PACE_S", "Dealing", "Gifts"]
 
@@ -49,7 +49,7 @@ _WEIGHT: Final = 0.2
 class Gifts(Protocol):
     """Effects of user code that count only if their piece counts, such as pushes to a table.
 
-    What counts so far travels to newcomers by `Progress.carried`, which is captured on the event loop then.
+    What counts so far travels to newcomers by `RunProgress.carried`, which is captured on the event loop then.
 
     Attributes:
         bound: how many of the last counted pieces a piece at work may lack; 0: any number.
@@ -70,7 +70,7 @@ class Gifts(Protocol):
 
 
 class Dealing:
-    """The rounds of one worker. What newcomers get of them is in `Progress.carried`.
+    """The rounds of one worker. What newcomers get of them is in `RunProgress.carried`.
 
     Args:
         tally: all pieces, if this worker begins with no copied state.
@@ -80,7 +80,7 @@ class Dealing:
     """
 
     def __init__(
-        self, progress: Progress, tally: Tally, what: str, gifts: Gifts | None, keep: Callable[[], None]
+        self, progress: RunProgress, tally: Tally, what: str, gifts: Gifts | None, keep: Callable[[], None]
     ) -> None:
         self.tally = tally
         node = progress.node

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.elastic_jobs.data import Data
-from taskgraph.elastic_jobs.parts import Part, Round
+from taskgraph.elastic_jobs.parts import Part, RoundOfParts
 from taskgraph.elastic_jobs.rows import Rows
 
 __all__ = ["Feed", "FeedStep", "Numbered"]
@@ -65,7 +65,7 @@ class FeedStep(Protocol):
     def parts(self) -> int:
         """The number of parts."""
 
-    def part(self, of: Round, number: int) -> Part:
+    def part(self, of: RoundOfParts, number: int) -> Part:
         """Returns a part, with its rows."""
 
     def take_carried(self, carried: Sequence[Mapping[str, Any]]) -> None:
@@ -139,7 +139,7 @@ class _NumberedStep:
     def parts(self) -> int:
         return len(self._parts)
 
-    def part(self, of: Round, number: int) -> Part:
+    def part(self, of: RoundOfParts, number: int) -> Part:
         return Part(of, number, self._parts[number], self._of.data)
 
     def take_carried(self, carried: Sequence[Mapping[str, Any]]) -> None:

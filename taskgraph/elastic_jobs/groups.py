@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
-from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
+from taskgraph.elastic_jobs.progress import PIECE, SUMMED, RunProgress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import check_parameters
 from taskgraph.errors import StepError, ViewChanged
@@ -30,22 +30,22 @@ from taskgraph.graph.values import decode, encode
 if TYPE_CHECKING:
     from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Group", "Turns"]
+__all__ = ["Group", "GroupTurns"]
 
 
 class RunOfTurns(Protocol):
-    """What `Turns` uses of `run.Run`.
+    """What `GroupTurns` uses of `run.Run`.
 
     Attributes:
         progress: where user code is.
         named: the state that `run.state` named; None: none.
     """
 
-    progress: Progress
+    progress: RunProgress
     named: Any
 
 
-class Turns:
+class GroupTurns:
     """The turns of a user's loop: each call of `run.group()` begins one, and returns the group of its workers.
 
     Attributes:
@@ -99,7 +99,7 @@ class Group:
         number: the number of the turn, from 0.
     """
 
-    def __init__(self, turns: Turns, number: int, members: tuple[str, ...], digest: bytes) -> None:
+    def __init__(self, turns: GroupTurns, number: int, members: tuple[str, ...], digest: bytes) -> None:
         self.members = members
         self.number = number
         self._turns = turns

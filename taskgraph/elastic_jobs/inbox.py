@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from taskgraph.elastic_jobs.adding import Total
 from taskgraph.elastic_jobs.contributions import Contributions
 from taskgraph.graph.sums import decode_sums
-from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.flush import FlushReport
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Phase, Worker
@@ -74,7 +74,7 @@ class Inbox:
             case WorkerReport():
                 view = View(message.number, message.lineage, tuple(Entry(*entry) for entry in message.workers))
                 held = tuple(Span(*span) for span in message.held)
-                return core.report(worker, view, Report(message.position, message.whole, held, message.begun))
+                return core.report(worker, view, FlushReport(message.position, message.whole, held, message.begun))
             case PartSums():
                 return core.contribution(worker, self._contributions.receive(worker, message))
             case SliceSum():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from taskgraph.elastic_jobs.libraries import library_threads, pytorch
-from taskgraph.elastic_jobs.seeding import Turn, seed_generators
+from taskgraph.elastic_jobs.seeding import GeneratorTurn, seed_generators
 from taskgraph.errors import JobError
 from taskgraph.jobs import ElasticCall, Job, JobFunction
 from taskgraph.options import OptionInfo, check_fields
@@ -126,8 +126,8 @@ class ElasticFunction(JobFunction[P], Generic[P, T]):
 
 
 def _in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the function so that the workers of one process take turns to run it; see `Turn`."""
-    turn = Turn()
+    """Wraps the function so that the workers of one process take turns to run it; see `GeneratorTurn`."""
+    turn = GeneratorTurn()
 
     @functools.wraps(function)
     def call(run: Run, **arguments: Any) -> Any:

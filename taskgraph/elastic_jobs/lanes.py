@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.elastic_jobs.data import Taken
-from taskgraph.elastic_jobs.parts import Part, Round
+from taskgraph.elastic_jobs.parts import Part, RoundOfParts
 from taskgraph.elastic_jobs.rows import check_numbers
 from taskgraph.elastic_jobs.seeding import derived_seed
 from taskgraph.errors import StepError
@@ -28,7 +28,7 @@ from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 from taskgraph.sources.reading import Source, pass_order, pieces_of, rows_of
 
-__all__ = ["LaneOptions", "Lanes", "packed_pieces", "unpacked_pieces"]
+__all__ = ["LaneOptions", "SourceLanes", "packed_pieces", "unpacked_pieces"]
 
 _CARRIED: Final = "lane"
 """What a part carries with its sums: spans of rows that it has read, and the position behind them."""
@@ -88,7 +88,7 @@ def unpacked_pieces(packed: Sequence[Any]) -> list[Any]:
     return found
 
 
-class Lanes:
+class SourceLanes:
     """The lanes of a source. A `feeds.Feed`; newcomers and checkpoints get where the lanes stand.
 
     Args:
@@ -185,7 +185,7 @@ class Lanes:
 class LaneStep:
     """One step. A `feeds.FeedStep`."""
 
-    def __init__(self, of: Lanes, number: int) -> None:
+    def __init__(self, of: SourceLanes, number: int) -> None:
         self._of = of
         self._number = number
         self.pass_number = of.pass_number
@@ -218,7 +218,7 @@ class LaneStep:
     def parts(self) -> int:
         return len(self._lanes)
 
-    def part(self, of: Round, number: int) -> Part:
+    def part(self, of: RoundOfParts, number: int) -> Part:
         options, lane = self._of.options, self._lanes[number]
         size, larger = divmod(options.batch, options.parts)
         at = self._begins[lane]

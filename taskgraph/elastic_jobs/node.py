@@ -19,12 +19,12 @@ from taskgraph.elastic_jobs.interface import WorkerNode
 from taskgraph.elastic_jobs.leaving import Leaving
 from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.run import Run
-from taskgraph.elastic_jobs.serving import Serving
+from taskgraph.elastic_jobs.serving import WorkerServing
 from taskgraph.elastic_jobs.silence import Silence
 from taskgraph.elastic_jobs.together import GroupSums
 from taskgraph.elastic_jobs.tracing import WorkerTrace
 from taskgraph.elastic_jobs.usercall import Stopped, UserCall
-from taskgraph.elastic_jobs.values import Values
+from taskgraph.elastic_jobs.values import ValueComparison
 from taskgraph.elastic_jobs.view_changes import ViewChanger
 from taskgraph.errors import JobError, error_text
 from taskgraph.graph.values import encode
@@ -69,12 +69,12 @@ class ElasticNode(WorkerNode):
         self.differences = Differences(self, self.look_again)
         self.views = ViewChanger(self, self.differences, self.checkpoints, self._renewed_in)
         self.reports = StableReports(self._emit_numbers)
-        self.values = Values(self)
+        self.values = ValueComparison(self)
         self._together: GroupSums | None = None
         self.lineage = 0
         self._begin_anew()
         self._drains = False  # some node of the job drains
-        self.serving = Serving(self, lambda: self.call, self.views.wake.set)
+        self.serving = WorkerServing(self, lambda: self.call, self.views.wake.set)
         self._stop_following = self.keeper.on_change(self.look_again)
 
     # -- life -------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
     from taskgraph.protocol.elastic.worker import Worker
 
-__all__ = ["Outbox", "Outboxes"]
+__all__ = ["Outboxes", "WorkerOutbox"]
 
 
 _NAMES: Final = {
@@ -63,7 +63,7 @@ class _Sent(NamedTuple):
     what: _Waiting
 
 
-class Outbox:
+class WorkerOutbox:
     """Sends messages to one worker.
 
     Args:
@@ -225,12 +225,12 @@ class Outboxes:
         self._trace = trace
         self._core = core
         self._refused = refused
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes: dict[str, WorkerOutbox] = {}
 
-    def to(self, worker: str) -> Outbox:
+    def to(self, worker: str) -> WorkerOutbox:
         """Returns the outbox for a worker."""
         if worker not in self._outboxes:
-            self._outboxes[worker] = Outbox(self._node, self._trace, worker, self._view, self._refused)
+            self._outboxes[worker] = WorkerOutbox(self._node, self._trace, worker, self._view, self._refused)
         return self._outboxes[worker]
 
     def put_all(self, view: int, message: Call) -> None:

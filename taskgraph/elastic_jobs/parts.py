@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from taskgraph.graph.blocks import Allocate
     from taskgraph.protocol.messages import Encoded
 
-__all__ = ["CARRIED", "KINDS", "PUSHED", "Part", "Place", "Round", "kept_modules"]
+__all__ = ["CARRIED", "KINDS", "PUSHED", "Part", "RoundId", "RoundOfParts", "kept_modules"]
 
 KINDS = {"mean": "gradients", "sum": "summed gradients"}
 """`reduce` of `part.backward` -> the name of the gradients in the sums."""
@@ -35,7 +35,7 @@ PUSHED: Final = "pushed"
 """What a part carries if it pushed to tables."""
 
 
-class Place(NamedTuple):
+class RoundId(NamedTuple):
     """Where a part is.
 
     Attributes:
@@ -60,7 +60,7 @@ def kept_modules(state: Any) -> Modules | None:
     return modules
 
 
-class Round:
+class RoundOfParts:
     """One pass over the parts of a step, on one worker: what all parts have in common.
 
     Args:
@@ -69,8 +69,8 @@ class Round:
         allocate: gives memory for large sums.
     """
 
-    def __init__(self, place: Place, state: Any, zeros: bool, allocate: Allocate) -> None:
-        self.place = place
+    def __init__(self, round_id: RoundId, state: Any, zeros: bool, allocate: Allocate) -> None:
+        self.id = round_id
         self.gradients: Gradients | None = None
         self.allocate = allocate
         self._modules: Modules | None = None
@@ -91,7 +91,7 @@ class Round:
         Raises:
             StepError: it contributes nothing, or something unlike the first part.
         """
-        where = f"part {part.number} of step {self.place.step}"
+        where = f"part {part.number} of step {self.id.step}"
         if self.gradients is not None:
             self._check_parameters(where)
         if part.calls == 0:
@@ -168,12 +168,12 @@ class Part:
             the round when the part begins.
     """
 
-    def __init__(self, of: Round, number: int, rows: NDArray[np.int64], data: Readable | None) -> None:
-        place = of.place
+    def __init__(self, of: RoundOfParts, number: int, rows: NDArray[np.int64], data: Readable | None) -> None:
+        round_id = of.id
         self.number = number
         self.rows = rows.copy()  # PyTorch warns of arrays that cannot be written
         self.size = len(rows)
-        self.seed = derived_seed(place.seed, place.step, number, 2)
+        self.seed = derived_seed(round_id.seed, round_id.step, number, 2)
         self.calls = 0
         self.closed = False  # its sums are taken
         self.collected: dict[str, Any] = {}
@@ -187,7 +187,7 @@ class Part:
 
     def begin(self) -> None:
         """Seeds the generators for this part and round."""
-        seed_generators(derived_seed(self.seed, self._round.place.round))
+        seed_generators(derived_seed(self.seed, self._round.id.round))
 
     def joined(self, before: Part) -> Part:
         """Returns a part like this one, with the rows of another one before its own."""
@@ -203,9 +203,9 @@ class Part:
         if self._data is None:
             raise StepError("part.data is there if run.steps(data, ...) got a Dataset, a DataLoader or a source")
         if self._read is None:
-            place = self._round.place
-            self._read = (self._data.read(self.rows, lambda row: derived_seed(place.seed, place.step, row, 4)),)
-            seed_generators(derived_seed(self.seed, place.round, 5))
+            round_id = self._round.id
+            self._read = (self._data.read(self.rows, lambda row: derived_seed(round_id.seed, round_id.step, row, 4)),)
+            seed_generators(derived_seed(self.seed, round_id.round, 5))
         return self._read[0]
 
     def add(self, **trees: Any) -> None:

@@ -17,7 +17,7 @@ from taskgraph.elastic_jobs.adding import chain_digest
 from taskgraph.elastic_jobs.differing import is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.rows import check_same
-from taskgraph.elastic_jobs.seeding import Turn, derived_seed, seed_generators
+from taskgraph.elastic_jobs.seeding import GeneratorTurn, derived_seed, seed_generators
 from taskgraph.elastic_jobs.sharing import refuse_shared_memory
 from taskgraph.elastic_jobs.state import capture, check_names, digests, leaves, load, writable
 from taskgraph.errors import StateError, StepError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.usercall import UserCall
     from taskgraph.elastic_jobs.watching import Watch
 
-__all__ = ["PIECE", "SUMMED", "Carried", "Progress"]
+__all__ = ["PIECE", "SUMMED", "Carried", "RunProgress"]
 
 SUMMED: Final = 1
 BOUNDARY: Final = 3
@@ -50,7 +50,7 @@ class Carried(Protocol):
         """Returns digests by name, which are compared with those of other workers, as those of the state are."""
 
 
-class Progress:
+class RunProgress:
     """Where user code is in its run, on one worker.
 
     Attributes:
@@ -66,7 +66,7 @@ class Progress:
         copied_members: those of the group (`run.group`) of the worker whose state is copied.
     """
 
-    def __init__(self, node: UserCall, turn: Turn) -> None:
+    def __init__(self, node: UserCall, turn: GeneratorTurn) -> None:
         self.node = node
         self.turn = turn
         self.position = 0

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from taskgraph.elastic_jobs.data import data_of, loader_arguments
 from taskgraph.elastic_jobs.dealing import Gifts
 from taskgraph.elastic_jobs.feeds import Feed, Numbered
-from taskgraph.elastic_jobs.groups import Group, Turns
-from taskgraph.elastic_jobs.lanes import LaneOptions, Lanes, packed_pieces, unpacked_pieces
+from taskgraph.elastic_jobs.groups import Group, GroupTurns
+from taskgraph.elastic_jobs.lanes import LaneOptions, SourceLanes, packed_pieces, unpacked_pieces
 from taskgraph.elastic_jobs.parts import Part, kept_modules
-from taskgraph.elastic_jobs.progress import Progress
+from taskgraph.elastic_jobs.progress import RunProgress
 from taskgraph.elastic_jobs.rows import Rows
-from taskgraph.elastic_jobs.seeding import Turn
+from taskgraph.elastic_jobs.seeding import GeneratorTurn
 from taskgraph.elastic_jobs.shards import Shards
 from taskgraph.elastic_jobs.state import State
 from taskgraph.elastic_jobs.steps import Step, StepOptions, Steps
 from taskgraph.elastic_jobs.tables import RunTable, Tables
 from taskgraph.errors import StateError, StepError, TableError
 from taskgraph.options import check_fields
-from taskgraph.protocol.dealing import Ledger
+from taskgraph.protocol.dealing import QueueLedger
 from taskgraph.results import Failed
 from taskgraph.sources.reading import Source, Values, as_source, is_source, pieces_digest, pieces_of
 from taskgraph.tables.options import TableOptions
@@ -48,14 +48,14 @@ class Run:
     """
 
     def __init__(self, node: UserCall) -> None:
-        self.progress = Progress(node, Turn())
+        self.progress = RunProgress(node, GeneratorTurn())
         self.named: Any = None
         self.tables = Tables()
         self.log = logging.getLogger("taskgraph.user")
         self.gifts: Gifts | None = self.tables
         self._shards: Shards[Any] | None = None
         self._steps: Steps | None = None
-        self._turns: Turns | None = None
+        self._turns: GroupTurns | None = None
 
     @property
     def worker(self) -> str:
@@ -110,7 +110,7 @@ class Run:
         """
         if self._turns is None:
             self._check_only_loop("run.group()")
-            self._turns = Turns(self)
+            self._turns = GroupTurns(self)
         return self._turns.begin()
 
     def shards(
@@ -144,7 +144,7 @@ class Run:
         of = as_source(source)
         pieces = pieces_of(of) if isinstance(of, Values) else self._pieces_of("run.shards(source)", of)
         number, seed = len(pieces), self.progress.node.spec.seed
-        ledger = Ledger(
+        ledger = QueueLedger(
             number, passes=passes, seed=seed, shuffle=shuffle, overlap=True, attempts=attempts, on_error=on_error
         )
         options = f"{passes=}, {shuffle=}, {attempts=}, {on_error=}"
@@ -161,7 +161,7 @@ class Run:
                 raise StepError(f"{call} {again}: a job has one loop, since newcomers begin at its top")
 
     def _compute_pieces(self, call: str, function: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
-        """Computes pieces as `Progress.compute_pieces` does. Raises StepError within a loop over parts or pieces."""
+        """Computes pieces as `RunProgress.compute_pieces` does. Raises StepError within a loop over parts or pieces."""
         if self._steps is not None and self._steps.in_part_loop:
             raise StepError(f"{call} in the part loop: call it before or after `for part in step`")
         if self._shards is not None and self._shards.number >= 0:
@@ -314,11 +314,11 @@ class Run:
         (packed,) = self._compute_pieces(call, lambda _: packed_pieces(source), [None])
         return unpacked_pieces(packed)
 
-    def _lanes(self, source: Source, options: LaneOptions) -> Lanes:
+    def _lanes(self, source: Source, options: LaneOptions) -> SourceLanes:
         """Makes the lanes of a source, which travel with the state."""
         call = "run.steps(source)"
         pieces = self._pieces_of(call, source)
-        lanes = Lanes(
+        lanes = SourceLanes(
             source, pieces, options, lambda function, numbers: self._compute_pieces(call, function, [*numbers])
         )
         self.progress.carried["lanes"] = lanes

@@ -13,12 +13,12 @@ from types import ModuleType
 
 import numpy as np
 
-__all__ = ["Turn", "derived_seed", "seed_generators"]
+__all__ = ["GeneratorTurn", "derived_seed", "seed_generators"]
 
 _this_thread = threading.local()
 
 
-class Turn:
+class GeneratorTurn:
     """The right to run user code, and so to use the generators of the process.
 
     The workers of one process share its generators: if two ran at once, each would draw the numbers of the other. So

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
     from taskgraph.elastic_jobs.usercall import UserCall
 
-__all__ = ["Serving"]
+__all__ = ["WorkerServing"]
 
 _IN_STEPS: Final = (PartSums, SliceSum, HoldsTotals, GroupKey)
 _TO_ENGINE: Final = (*_IN_STEPS, FirstPart, WorkerReport, Totals)
 
 
-class Serving:
+class WorkerServing:
     """Answers calls for one node.
 
     Args:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from taskgraph.driver.loading import note_piece
 from taskgraph.elastic_jobs.dealing import Dealing, Gifts
 from taskgraph.elastic_jobs.hand import FinishedPiece
-from taskgraph.elastic_jobs.progress import PIECE, SUMMED, Progress
+from taskgraph.elastic_jobs.progress import PIECE, SUMMED, RunProgress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import capture, check_parameters
 from taskgraph.elastic_jobs.tables import Pushes, Tables
@@ -23,7 +23,7 @@ from taskgraph.elastic_jobs.tally import Failure, Tally, worker_of
 from taskgraph.errors import PieceFailed, StepError
 from taskgraph.graph.values import decode
 from taskgraph.node.usercode.errors import UserCodeError
-from taskgraph.protocol.dealing import Ledger, Ticket
+from taskgraph.protocol.dealing import QueueLedger, Ticket
 from taskgraph.results import Failed
 from taskgraph.sources.reading import Source, content_of
 
@@ -39,7 +39,7 @@ def _keep_nothing() -> None:
 class RunOfShards(Protocol):
     """The interface of `run.Run`, for its shards."""
 
-    progress: Progress
+    progress: RunProgress
     named: Any
     gifts: Gifts | None
     tables: Tables
@@ -61,7 +61,7 @@ class Pieces:
     def __init__(
         self,
         run: RunOfShards,
-        ledger: Ledger,
+        ledger: QueueLedger,
         what: str,
         numbers: Sequence[int] | NDArray[np.int64] | None = None,
         keep: Callable[[], None] = _keep_nothing,
@@ -138,7 +138,7 @@ class Shards(Generic[R]):
     Leave the loop only by its end: the other workers go on to it.
     """
 
-    def __init__(self, run: RunOfShards, source: Source, pieces: Sequence[Any], ledger: Ledger, what: str) -> None:
+    def __init__(self, run: RunOfShards, source: Source, pieces: Sequence[Any], ledger: QueueLedger, what: str) -> None:
         self._run = run
         self._source = source
         self._given = (ledger, what)

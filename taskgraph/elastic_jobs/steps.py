@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from taskgraph.elastic_jobs.differing import digests_of_arguments, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
-from taskgraph.elastic_jobs.parts import CARRIED, KINDS, PUSHED, Part, Place, Round, title
-from taskgraph.elastic_jobs.progress import SUMMED, Progress
+from taskgraph.elastic_jobs.parts import CARRIED, KINDS, PUSHED, Part, RoundId, RoundOfParts, title
+from taskgraph.elastic_jobs.progress import SUMMED, RunProgress
 from taskgraph.elastic_jobs.state import check_parameters, large_sizes
 from taskgraph.errors import StepError
 from taskgraph.graph.reported import plain_numbers
@@ -53,7 +53,7 @@ class StepOptions:
 class RunOfSteps(Protocol):
     """The interface of `run.Run`, for its steps."""
 
-    progress: Progress
+    progress: RunProgress
     named: Any
     tables: Tables
 
@@ -184,20 +184,20 @@ class Step:
         progress, rows = steps.run.progress, self._rows
         watch = progress.watch
         what = b"%d.%d" % (self.number, self.round) + (self._state if self.round == 1 else b"")
-        place = Place(progress.node.spec.seed, self.number, self.round)
-        current = Round(place, steps.run.named, steps.options.zeros, progress.node.allocate)
+        round_id = RoundId(progress.node.spec.seed, self.number, self.round)
+        current = RoundOfParts(round_id, steps.run.named, steps.options.zeros, progress.node.allocate)
         self._gradients, tables = current.gradients, steps.run.tables
         tables.in_parts = True
         done: tuple[int, Sums] | None = None
         while isinstance(answer := progress.ask(rows.parts, what, done, repeatable=True), int):
             part = rows.part(current, answer)
             if watch is not None:
-                for trial in watch.trials(place, part, steps.feed):
+                for trial in watch.trials(round_id, part, steps.feed):
                     trial.begin()
                     tables.pushes = trial.pushes
                     yield trial
                     watch.tried(trial, current.close(trial))
-                watch.part(place, part)
+                watch.part(round_id, part)
             mark = trace.begin()
             part.begin()
             tables.pushes = part.pushes
@@ -208,9 +208,9 @@ class Step:
             done = answer, current.close(part)
             trace.keep(mark, "part", f"takes what part {answer} gave")
             if watch is not None:
-                watch.computed(place, part, done[1])
+                watch.computed(round_id, part, done[1])
         if watch is not None:
-            watch.total(place, rows.parts)
+            watch.total(round_id, rows.parts)
         mark = trace.begin()
         total = answer.tree(KINDS.values(), progress.node.allocate)
         self._check_finite(answer, total)

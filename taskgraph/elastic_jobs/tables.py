@@ -25,7 +25,7 @@ from taskgraph.tables.merging import as_gradients, as_ids, sum_by_id
 from taskgraph.tables.options import TableOptions, as_rate
 from taskgraph.tables.rows import Ids, table_seed
 from taskgraph.tables.saved import write_table
-from taskgraph.tables.store import Store
+from taskgraph.tables.store import RowStore
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,7 @@ class RunTable:
         self.options = options
         self._of = of
         self._seed = table_seed(seed, name)
-        self._store = Store(options, self._seed)
+        self._store = RowStore(options, self._seed)
         self._lock = threading.Lock()  # of the store: user code pulls while pieces are counted on the event loop
         self._lr = options.lr
         self._digests: dict[int, tuple[Array, bytes]] = {}  # id of a block -> the block, its digest
@@ -285,7 +285,7 @@ class RunTable:
     def load(self, captured: Mapping[str, Any]) -> None:
         self.options.check_stored(captured["table"], self.name)
         self._lr = captured["lr"]
-        self._store = Store(self.options, self._seed, map(Layout.of(self.options).unpack, captured["blocks"]))
+        self._store = RowStore(self.options, self._seed, map(Layout.of(self.options).unpack, captured["blocks"]))
 
     def digests(self) -> dict[str, bytes]:
         blocks = self._store.blocks

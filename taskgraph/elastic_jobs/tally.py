@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from taskgraph.protocol.dealing import Ledger, Ticket, Verdict
+from taskgraph.protocol.dealing import ErrorOutcome, QueueLedger, Ticket
 
 __all__ = ["Failure", "News", "Settled", "Tally", "holder_of", "share_of_round", "worker_of"]
 
@@ -151,7 +151,7 @@ class Tally:
         now: seconds of all rounds.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: QueueLedger) -> None:
         self.ledger = ledger
         self.view: tuple[int, tuple[str, ...]] = (-1, ())
         self.now = 0.0
@@ -188,9 +188,9 @@ class Tally:
                 settled.ended.add(ticket[:2])
         for ticket, text in news.failed:
             verdict = self.ledger.fail(news.holder, ticket, text)
-            if verdict == Verdict.SET_ASIDE:
+            if verdict == ErrorOutcome.SET_ASIDE:
                 settled.ended.add(ticket[:2])
-            elif verdict == Verdict.FAIL_JOB and settled.failed is None:
+            elif verdict == ErrorOutcome.FAIL_JOB and settled.failed is None:
                 settled.failed = Failure(ticket.piece, worker_of(news.holder), text)
 
     def _deal(self, wanting: Sequence[News]) -> dict[str, list[Ticket]]:
@@ -216,7 +216,7 @@ class Tally:
             same_run: False: the state is of a checkpoint of an earlier run. The views of this one are counted anew, and
                 no worker holds a piece.
         """
-        made = cls(Ledger.of(state["ledger"]))
+        made = cls(QueueLedger.of(state["ledger"]))
         made.now = state["now"]
         if same_run:
             made.view = state["view"][0], tuple(state["view"][1])

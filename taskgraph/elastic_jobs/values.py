@@ -12,13 +12,13 @@ from taskgraph.protocol.records import name_of
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
-__all__ = ["Values"]
+__all__ = ["ValueComparison"]
 
 _RETURN_S = 1.0
 """Workers return soon after each other. A value that comes later is not compared: the result would wait for it."""
 
 
-class Values:
+class ValueComparison:
     """Compares the value of the first worker with those of the others, once."""
 
     def __init__(self, node: WorkerNode) -> None:

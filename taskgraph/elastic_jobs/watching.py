@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.feeds import Feed
-    from taskgraph.elastic_jobs.parts import Part, Place
+    from taskgraph.elastic_jobs.parts import Part, RoundId
     from taskgraph.graph.sums import Sums
     from taskgraph.protocol.messages import Encoded
 
@@ -26,19 +26,19 @@ class Watch(Protocol):
     def last_boundary(self, step: int, state: Any) -> None:
         """Notes that user code has taken all its steps, `step` of them, without `break`."""
 
-    def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
+    def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
         """Yields parts for user code to compute before this part, which count nowhere."""
 
     def tried(self, part: Part, sums: Sums) -> None:
         """Takes the sums of a part that `trials` yielded."""
 
-    def part(self, place: Place, part: Part) -> None:
+    def part(self, round_id: RoundId, part: Part) -> None:
         """User code is about to compute a part; it may have to wait here."""
 
-    def computed(self, place: Place, part: Part, sums: Sums) -> None:
+    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
         """User code has computed a part."""
 
-    def total(self, place: Place, parts: int) -> None:
+    def total(self, round_id: RoundId, parts: int) -> None:
         """The total of a round of this many parts is there; user code may have to wait for it here."""
 
     def piece(self) -> None:

@@ -23,7 +23,7 @@ from taskgraph.graph import worksharing
 
 __all__ = [
     "BLOCK_BYTES",
-    "Source",
+    "FillingBuffer",
     "StreamingDigest",
     "block_digests",
     "digest",
@@ -44,7 +44,7 @@ without_buffers: Final = xxhash.xxh3_128_digest
 _pack_two: Final = struct.Struct("<2Q").pack
 
 
-class Source(Protocol):
+class FillingBuffer(Protocol):
     """A buffer that is filled while it is digested."""
 
     @property
@@ -54,7 +54,7 @@ class Source(Protocol):
         """Returns the xxh3-128 of bytes `begin` to `end`. Call once for each block, in any order, from any thread."""
 
 
-def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview | Source]) -> bytes:
+def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview | FillingBuffer]) -> bytes:
     """Returns the digest of a value: 16 bytes. Idle cores help with large values."""
     if not buffers:
         return without_buffers(value)
@@ -91,12 +91,12 @@ def of_block_digests(value: bytes | bytearray | memoryview, sizes: Sequence[int]
     return whole.digest()
 
 
-def block_digests(buffer: memoryview | Source) -> bytes:
+def block_digests(buffer: memoryview | FillingBuffer) -> bytes:
     """Returns the digests of the blocks of a buffer, in order, as `of_block_digests` takes them."""
     return b"".join([_digest_block(buffer, begin) for begin in range(0, buffer.nbytes, BLOCK_BYTES)])
 
 
-def _digest_blocks_in_threads(whole: xxhash.xxh3_128, buffers: Sequence[memoryview | Source]) -> None:
+def _digest_blocks_in_threads(whole: xxhash.xxh3_128, buffers: Sequence[memoryview | FillingBuffer]) -> None:
     """Adds the digests of all blocks, which threads share, to the whole digest."""
     blocks = [(buffer, begin) for buffer in buffers for begin in range(0, buffer.nbytes, BLOCK_BYTES)]
     digests = [b""] * len(blocks)
@@ -108,7 +108,7 @@ def _digest_blocks_in_threads(whole: xxhash.xxh3_128, buffers: Sequence[memoryvi
     whole.update(b"".join(digests))
 
 
-def _digest_block(buffer: memoryview | Source, begin: int) -> bytes:
+def _digest_block(buffer: memoryview | FillingBuffer, begin: int) -> bytes:
     if isinstance(buffer, memoryview):
         return xxhash.xxh3_128_digest(buffer[begin : begin + BLOCK_BYTES])
     end = begin + BLOCK_BYTES

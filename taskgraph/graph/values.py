@@ -160,7 +160,7 @@ def _finish_buffers(meta: bytes, buffers: Sequence[Any]) -> tuple[tuple[memoryvi
     return tuple([buffer if isinstance(buffer, memoryview) else buffer.seal() for buffer in buffers]), digest
 
 
-def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview | digests.Source]) -> bytes:
+def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview | digests.FillingBuffer]) -> bytes:
     """Returns the digest of a value, from known digests of blocks where there are some."""
     known = [arrays.known_blocks(buffer) for buffer in buffers]
     if any(known):

@@ -31,7 +31,7 @@ from taskgraph.observe.control_client import StillComputing
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import Compare, Put, Txn
-from taskgraph.protocol.records import State, StatusRecord, name_of
+from taskgraph.protocol.records import JobStatus, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
@@ -212,7 +212,7 @@ class Collector(Follower):
             self.only_on_nodes = here.not_kept
             return
         try:
-            await self._keep_here(here, self.status or StatusRecord(state=State.FINISHED))
+            await self._keep_here(here, self.status or StatusRecord(state=JobStatus.FINISHED))
         except (OSError, TaskGraphError) as error:  # a full disk
             log.warning("the result of job %s is not kept on this host: %s", self._spec.name, error)
             if in_etcd.not_kept:

@@ -34,7 +34,7 @@ from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put
-from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import JobStatus, NodeRecord, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done, cancel_and_wait
 from taskgraph.transport.endpoints import host_key
@@ -310,10 +310,10 @@ class Follower:
         status = self.view.status
         if self.view.spec_revision != self._run_at:  # its keys are gone
             reason = f"job {self._spec.name!r} has ended, and another one was submitted under its name"
-            return StatusRecord(state=State.CANCELLED, reason=reason if status else DELETED)
-        return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
+            return StatusRecord(state=JobStatus.CANCELLED, reason=reason if status else DELETED)
+        return status.record if status else StatusRecord(state=JobStatus.CANCELLED, reason=DELETED)
 
-    async def cancel_job(self, reason: str, *, state: str = State.CANCELLED) -> bool:
+    async def cancel_job(self, reason: str, *, state: str = JobStatus.CANCELLED) -> bool:
         """Ends the job if it runs, and keeps that as an event. Returns True if this call ended it.
 
         Raises:
@@ -326,7 +326,7 @@ class Follower:
         for _ in range(_CANCEL_TRIES):
             await self.keeper.load()
             found = self.view.status
-            if found is None or found.record.state != State.RUNNING or not self._is_ours:
+            if found is None or found.record.state != JobStatus.RUNNING or not self._is_ours:
                 return found is not None and found.record.writer == writer
             txn = transactions.fail(self.view, status)
             put = Put(self.view.keys.event(f"{event.at:017.6f}-{writer.replace(' ', '-')}"), event.to_bytes())

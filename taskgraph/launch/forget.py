@@ -13,7 +13,7 @@ from taskgraph.errors import JobError, OutcomeUnknown, UnknownJob
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.protocol.view import decode_key
 
 __all__ = ["forget"]
@@ -39,10 +39,10 @@ async def forget(coordinator: Coordinator, name: str) -> int:
             raise UnknownJob(f"nothing is kept in etcd of a job {name!r}")
         found, status = len(items), items.get(keys.status)
         state = decode_key(StatusRecord.from_bytes, status, keys).state if status is not None else ""
-        if state == State.RUNNING:
+        if state == JobStatus.RUNNING:
             raise JobError(f"job {name!r} is running: end it first, with `taskgraph shutdown {name}`")
         if any(key.startswith(keys.nodes) for key in items):
-            if state == State.FINISHED and keys.collected not in items:
+            if state == JobStatus.FINISHED and keys.collected not in items:
                 raise JobError(
                     f"job {name!r} has finished, and its nodes keep its results, which were not collected: take them "
                     f"first, with `taskgraph result {name}`"

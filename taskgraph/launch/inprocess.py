@@ -31,7 +31,7 @@ from taskgraph.observe.events import Event, EventLog, guarded_listener
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, JobStatus, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
@@ -191,7 +191,7 @@ class InProcessCluster:
         try:
             async with asyncio.timeout(timeout_s):
                 status = await self._wait_for_end()
-                if status.state != State.FINISHED:
+                if status.state != JobStatus.FINISHED:
                     raise job_failed(self.spec.name, status)
                 found = await self._collect_or_fail()
         except TimeoutError:
@@ -201,7 +201,7 @@ class InProcessCluster:
         view = self.living[0].keeper.view
         return assemble(self.spec.name, found, view.primaries.values(), time.monotonic() - began)
 
-    async def _wait_for_end(self, going_on: tuple[str, ...] = (State.RUNNING,)) -> StatusRecord:
+    async def _wait_for_end(self, going_on: tuple[str, ...] = (JobStatus.RUNNING,)) -> StatusRecord:
         """Waits until the state is none of `going_on`, and returns the status."""
 
         async def watch() -> StatusRecord:
@@ -222,7 +222,7 @@ class InProcessCluster:
 
     async def _collect_or_fail(self) -> list[TaskResult]:
         """Returns the results, or raises JobFailed: a `result()` that raises fails a finished job."""
-        async with alongside(self._collect(), self._wait_for_end((State.RUNNING, State.FINISHED))) as (
+        async with alongside(self._collect(), self._wait_for_end((JobStatus.RUNNING, JobStatus.FINISHED))) as (
             collecting,
             failing,
         ):
@@ -276,8 +276,8 @@ class InProcessCluster:
     def _end_job(self) -> None:
         """Cancels a job that still runs (after a timeout or Ctrl-C), so that its nodes end."""
         kv = next(iter(self.store.select(self.keys.status, prefix=False)), None)
-        if kv is not None and StatusRecord.from_bytes(kv.value).state == State.RUNNING:
-            cancelled = StatusRecord(state=State.CANCELLED, reason="it was ended while it ran", writer="launcher")
+        if kv is not None and StatusRecord.from_bytes(kv.value).state == JobStatus.RUNNING:
+            cancelled = StatusRecord(state=JobStatus.CANCELLED, reason="it was ended while it ran", writer="launcher")
             self.store.execute(Txn(success=(Put(self.keys.status, cancelled.to_bytes()),)))
 
 

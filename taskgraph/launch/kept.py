@@ -8,7 +8,7 @@ from typing import Any
 from taskgraph.errors import JobCancelled, JobFailed, PieceFailed, UnknownJob
 from taskgraph.observe.events import Event, readable_events
 from taskgraph.protocol.kv import KeyValue
-from taskgraph.protocol.records import CheckpointRecord, Record, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, JobStatus, Record, StatusRecord
 from taskgraph.protocol.view import Versioned
 
 __all__ = ["KeptJob", "collected_record", "job_failed", "lost_text", "resume_hint", "status_of"]
@@ -61,10 +61,10 @@ class KeptJob(Record, frozen=True, kw_only=True, omit_defaults=True):
         """
         if self.result:
             return self.parsed_result
-        if self.state == State.FINISHED:  # the launcher of another host may have collected them
+        if self.state == JobStatus.FINISHED:  # the launcher of another host may have collected them
             why = self.not_kept or "the process that collected them has them, if one did"
             raise UnknownJob(f"the job finished, but its values are not kept: {why}")
-        raise job_failed(name, self.status or StatusRecord(state=State.CANCELLED))
+        raise job_failed(name, self.status or StatusRecord(state=JobStatus.CANCELLED))
 
 
 def collected_record(collected: KeyValue | None) -> KeptJob:
@@ -81,7 +81,7 @@ def job_failed(name: str, status: StatusRecord) -> JobFailed:
         failed = PieceFailed(status.reason, piece=status.piece, node=status.node, traceback=status.traceback, job=name)
         failed.task, failed.epoch, failed.where = status.task, status.epoch, status.where
         return failed
-    kind = JobCancelled if status.state == State.CANCELLED else JobFailed
+    kind = JobCancelled if status.state == JobStatus.CANCELLED else JobFailed
     return kind(
         status.reason or f"job {name!r} was {status.state}",
         job=name,
@@ -95,7 +95,7 @@ def job_failed(name: str, status: StatusRecord) -> JobFailed:
 def status_of(error: JobFailed) -> StatusRecord:
     """Makes the status of a job from its error: the reverse of `job_failed`."""
     return StatusRecord(
-        state=State.CANCELLED if isinstance(error, JobCancelled) else State.FAILED,
+        state=JobStatus.CANCELLED if isinstance(error, JobCancelled) else JobStatus.FAILED,
         reason=str(error.args[0]),
         task=error.task,
         epoch=error.epoch,

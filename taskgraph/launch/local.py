@@ -37,7 +37,7 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event, put_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
-from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, NodeRecord, RunningCode, State, StatusRecord
+from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, JobStatus, NodeRecord, RunningCode, StatusRecord
 from taskgraph.system import host
 from taskgraph.system.alongside import cancel_and_wait
 from taskgraph.system.files import LockedFolder
@@ -411,7 +411,7 @@ class LocalNodes:
             run, state = JobSpec.from_bytes(spec.value).run, StatusRecord.from_bytes(status.value).state
         except DecodeError:  # no spec or status of ours: the job is lost
             return 0
-        over = self._stopping and state != State.RUNNING
+        over = self._stopping and state != JobStatus.RUNNING
         return 0 if over or self._entry.run not in ("", run) else spec.mod_revision
 
     async def wait(self, timeout_s: float | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from taskgraph.checkpoint.manifest import Manifest
-from taskgraph.checkpoint.store import Store
+from taskgraph.checkpoint.store import CheckpointStore
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 from taskgraph.tables.moving import move_rows
@@ -18,7 +18,7 @@ from taskgraph.tables.moving import move_rows
 __all__ = ["move"]
 
 
-def move(store: Store, manifest: Manifest, services: dict[str, int], run: str) -> Manifest:
+def move(store: CheckpointStore, manifest: Manifest, services: dict[str, int], run: str) -> Manifest:
     """Writes a checkpoint again, with the rows of tables moved to other numbers of servers; returns its manifest.
 
     Args:
@@ -39,7 +39,9 @@ def move(store: Store, manifest: Manifest, services: dict[str, int], run: str) -
     return made
 
 
-def _moved_values(store: Store, manifest: Manifest, services: dict[str, int]) -> Iterator[tuple[int, Encoded]]:
+def _moved_values(
+    store: CheckpointStore, manifest: Manifest, services: dict[str, int]
+) -> Iterator[tuple[int, Encoded]]:
     """Yields number and value of each task that gets a file in the new checkpoint."""
     first = manifest.tasks - sum(manifest.services.values())
     for task in range(first):

@@ -26,7 +26,7 @@ from taskgraph.checkpoint.manifest import (
     MissingFile,
     OtherFormat,
 )
-from taskgraph.checkpoint.store import NewestCheckpoint, Store
+from taskgraph.checkpoint.store import CheckpointStore, NewestCheckpoint
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobTimeout
@@ -80,7 +80,7 @@ async def plan(
     start_point = dataclasses.replace(start_point, after=before.mod_revision if before is not None else 0)
     changed = resume == "changed"
     expected = dataclasses.replace(_expected_job(spec), any_servers=True, any_driver=changed, epochs=spec.epochs)
-    store = Store(spec.checkpoint, expected)
+    store = CheckpointStore(spec.checkpoint, expected)
     pointer, attempt = await _read_pointer(coordinator, spec, before)
     checkpoints = await _look_in_thread(
         store, partial(_list_checkpoints, store, pointer, bool(resume)), spec.name, timeout_s
@@ -118,7 +118,7 @@ def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
         )
 
 
-def _which_text(spec: JobSpec, store: Store, checkpoints: _Checkpoints) -> str:
+def _which_text(spec: JobSpec, store: CheckpointStore, checkpoints: _Checkpoints) -> str:
     """Returns the text of the error that asks: go on from the checkpoints, or start at epoch 0?"""
     ways = "continue from there (--resume, resume=True), or start from the beginning (--fresh, fresh=True"
     if not checkpoints.current:
@@ -129,7 +129,9 @@ def _which_text(spec: JobSpec, store: Store, checkpoints: _Checkpoints) -> str:
     )
 
 
-def _warn_of_beginning(spec: JobSpec, store: Store, newest: CheckpointName | None, *, unfinished: bool) -> None:
+def _warn_of_beginning(
+    spec: JobSpec, store: CheckpointStore, newest: CheckpointName | None, *, unfinished: bool
+) -> None:
     """Logs why a job that was to be resumed starts at epoch 0."""
     if newest is None and unfinished:
         log.warning(
@@ -151,7 +153,7 @@ def _warn_of_beginning(spec: JobSpec, store: Store, newest: CheckpointName | Non
         )
 
 
-async def _move_services(store: Store, checkpoints: _Checkpoints, spec: JobSpec) -> _Checkpoints:
+async def _move_services(store: CheckpointStore, checkpoints: _Checkpoints, spec: JobSpec) -> _Checkpoints:
     """Writes the usable checkpoint again if a table has another number of servers now; it is then the usable one."""
     before = checkpoints.usable.manifest
     if before is None or before.services == spec.services:
@@ -173,7 +175,7 @@ async def _move_services(store: Store, checkpoints: _Checkpoints, spec: JobSpec)
 
 
 def _start_from_checkpoint(
-    spec: JobSpec, start_point: StartPoint, store: Store, checkpoints: _Checkpoints, attempt: int
+    spec: JobSpec, start_point: StartPoint, store: CheckpointStore, checkpoints: _Checkpoints, attempt: int
 ) -> tuple[JobSpec, StartPoint]:
     """Returns spec and start point of a job that goes on from its usable checkpoint; CheckpointError if there is none.
 
@@ -204,7 +206,7 @@ def _start_from_checkpoint(
     return spec, StartPoint(epoch, record, found.refused, start_point.after)
 
 
-def _unusable_text(store: Store, checkpoints: _Checkpoints) -> str:
+def _unusable_text(store: CheckpointStore, checkpoints: _Checkpoints) -> str:
     """Says why no checkpoint can be used, and what to do."""
     found = checkpoints.usable
     back = ""
@@ -234,7 +236,7 @@ async def begin(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint
     if start_point.over is None:
         return
     assert spec.checkpoint is not None
-    store = Store(spec.checkpoint, _expected_job(spec))
+    store = CheckpointStore(spec.checkpoint, _expected_job(spec))
     threads = PooledThreads("checkpoints", limit=1)
     try:
         async with asyncio.timeout(_SLOW_S):
@@ -261,7 +263,7 @@ async def finish_checkpoint(spec: JobSpec, pointer: CheckpointRecord) -> None:
     assert spec.checkpoint is not None
     threads = PooledThreads("checkpoints", limit=1)
     try:
-        store = Store(spec.checkpoint, _expected_job(spec))
+        store = CheckpointStore(spec.checkpoint, _expected_job(spec))
         async with asyncio.timeout(_SLOW_S):
             await threads.run(lambda: store.finish(pointer.name))
     except (OSError, CheckpointError) as error:  # of which TimeoutError is one
@@ -292,7 +294,7 @@ async def _read_pointer(coordinator: Coordinator, spec: JobSpec, before: KeyValu
 
 
 async def _look_in_thread(
-    store: Store, look: Callable[[], _Checkpoints], job: str, timeout_s: float | None
+    store: CheckpointStore, look: Callable[[], _Checkpoints], job: str, timeout_s: float | None
 ) -> _Checkpoints:
     """Reads a directory in a thread that can be left behind if the directory hangs, and returns its checkpoints.
     Reports a slow one.
@@ -335,7 +337,7 @@ class _Checkpoints:
         return [name for name in self.names if name.series == self.series]
 
 
-def _list_checkpoints(store: Store, pointer: str | None, resume: bool) -> _Checkpoints:
+def _list_checkpoints(store: CheckpointStore, pointer: str | None, resume: bool) -> _Checkpoints:
     """Lists the checkpoints; for a resumed job it also finds the usable one."""
     try:
         if pointer is not None:

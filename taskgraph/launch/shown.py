@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
-from taskgraph.observe.progress import Progress
+from taskgraph.observe.progress import ProgressDisplay
 from taskgraph.results import EpochReport
 from taskgraph.system.alongside import cancel_and_wait
 
@@ -16,7 +16,7 @@ __all__ = ["JobProgress"]
 _TICK_S = 0.25
 
 
-class JobProgress(Progress):
+class JobProgress(ProgressDisplay):
     """Shows the progress of a job, and what its tasks print, while its async context lasts, or until `end`."""
 
     _log_tails: LogTails | None = None

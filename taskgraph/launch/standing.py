@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import structs
 
 from taskgraph.node.usercode import lastwords
-from taskgraph.protocol.records import RunningCode, State, StatusRecord
+from taskgraph.protocol.records import JobStatus, RunningCode, StatusRecord
 from taskgraph.system import host
 
 __all__ = ["StalledLoop", "is_stopped", "stall_text", "with_stalls"]
@@ -70,7 +70,7 @@ def stall_text(name: str, ran: RunningCode, for_s: float, *, in_thread: bool = F
 def with_stalls(status: StatusRecord, stands: Iterable[str]) -> StatusRecord:
     """Adds to the status of a failed job what held up its nodes, which cannot say so themselves."""
     lines = tuple(stands)
-    if status.state != State.FAILED or not lines:
+    if status.state != JobStatus.FAILED or not lines:
         return status
     return structs.replace(status, reason="\n".join((status.reason, *lines)))
 

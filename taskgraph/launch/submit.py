@@ -12,7 +12,7 @@ from taskgraph.errors import JobError, JobRunning, OutcomeUnknown
 from taskgraph.launch.collect import mib
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, Op, Put, Txn
-from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, EpochRecord, JobStatus, StatusRecord
 from taskgraph.protocol.view import decode_key
 
 __all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "StartPoint", "check_not_running", "submit"]
@@ -63,7 +63,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, start_point: StartPoin
         old_spec, old_status = await coordinator.get(keys.spec), await coordinator.get(keys.status)
         if old_spec is not None and decode_key(JobSpec.from_bytes, old_spec, keys).run == spec.run:
             return  # an earlier try whose answer was lost
-        if old_status is not None and decode_key(StatusRecord.from_bytes, old_status, keys).state == State.RUNNING:
+        if old_status is not None and decode_key(StatusRecord.from_bytes, old_status, keys).state == JobStatus.RUNNING:
             raise JobRunning(await _running_text(coordinator, keys))
         if start_point is not None and start_point.after not in (None, old_spec.mod_revision if old_spec else 0):
             raise JobError(
@@ -85,7 +85,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, start_point: StartPoin
                 Put(keys.spec, spec.to_bytes()),
                 Put(keys.epoch, epoch.to_bytes()),
                 Put(keys.generation, spec.run.encode()),
-                Put(keys.status, StatusRecord(state=State.RUNNING, writer=spec.run).to_bytes()),
+                Put(keys.status, StatusRecord(state=JobStatus.RUNNING, writer=spec.run).to_bytes()),
             ),
         )
         try:
@@ -105,7 +105,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, start_point: StartPoin
 async def check_not_running(coordinator: Coordinator, keys: Keys) -> None:
     """Raises JobRunning if the job is running."""
     status = await coordinator.get(keys.status)
-    if status is not None and decode_key(StatusRecord.from_bytes, status, keys).state == State.RUNNING:
+    if status is not None and decode_key(StatusRecord.from_bytes, status, keys).state == JobStatus.RUNNING:
         raise JobRunning(await _running_text(coordinator, keys))
 
 

@@ -25,7 +25,7 @@ from taskgraph.network.listening import NOWHERE, Listening
 from taskgraph.node.membership.failing import culprit_text, memory_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult, waits_text
-from taskgraph.protocol.records import GoneRecord, State, StatusRecord, name_of
+from taskgraph.protocol.records import GoneRecord, JobStatus, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
@@ -137,7 +137,7 @@ class Supervisor:
         except asyncio.CancelledError as error:
             grace_s = others_s = _CANCELLED_END_S
             self._uncollected = _why_uncollected(error)
-            await asyncio.shield(self._try_to_end(_INTERRUPTED, State.CANCELLED))
+            await asyncio.shield(self._try_to_end(_INTERRUPTED, JobStatus.CANCELLED))
             raise
         except JobFailed as error:
             self._uncollected = _why_uncollected(error)
@@ -148,7 +148,7 @@ class Supervisor:
             raise
         except Exception as error:  # not the job's failure, but its status must say why it ended
             self._uncollected = _why_uncollected(error)
-            await self._try_to_end(end_reason(error), State.FAILED)
+            await self._try_to_end(end_reason(error), JobStatus.FAILED)
             raise
         finally:
             await self._finish(grace_s, others_s)
@@ -158,7 +158,7 @@ class Supervisor:
         try:
             await self._nodes.start(count)
         except NotStarted as error:
-            await self._try_to_end(str(error), State.FAILED)
+            await self._try_to_end(str(error), JobStatus.FAILED)
             raise JobFailed(str(error), job=self._spec.name) from error
 
     async def _wait_for_result(self) -> tuple[list[TaskResult], JobResult]:
@@ -184,7 +184,7 @@ class Supervisor:
     async def _collect_at_end(self) -> tuple[list[TaskResult], JobResult]:
         """Waits for the job's end; returns the results of its tasks, and the job's."""
         status = await self._follower.wait_for_end()
-        if status.state != State.FINISHED:
+        if status.state != JobStatus.FINISHED:
             await self._follower.report_last_events()
             raise self._with_resume_hint(job_failed(self._spec.name, with_stalls(status, self._nodes.stalls)))
         async with alongside(self._wait_for_failure(), self._follower.results()) as (failed, collecting):
@@ -200,10 +200,10 @@ class Supervisor:
 
         A roll-back, after which the job runs again, is no failure.
         """
-        keeper, going_on = self._follower.keeper, (State.FINISHED, State.RUNNING)
+        keeper, going_on = self._follower.keeper, (JobStatus.FINISHED, JobStatus.RUNNING)
         await keeper.wait_until(lambda v: v.status is None or v.status.record.state not in going_on, structure=True)
         status = keeper.view.status
-        return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
+        return status.record if status else StatusRecord(state=JobStatus.CANCELLED, reason=DELETED)
 
     async def _fail_without_nodes(self) -> None:
         """Waits until every node started here has ended, and no other node is there or may come back; then raises
@@ -228,7 +228,7 @@ class Supervisor:
         silent = f" or was silent for {self._lost_after_s:g} s" if self._absent_nodes_of_others(keeper.view) else ""
         ended = f"every node has ended{silent}, {what}{self._follower.resume_hint('; ')}"
         reason = f"{_last_end_text(self._nodes)}{ended}\n{_log_tails(self._nodes)}"
-        await self._try_to_end(reason, State.FAILED)
+        await self._try_to_end(reason, JobStatus.FAILED)
         raise JobFailed(reason, job=self._spec.name)
 
     async def _wait_for_absent_nodes(self) -> None:
@@ -303,7 +303,7 @@ class Supervisor:
     async def _end_after_timeout(self, timeout_s: float) -> JobTimeout:
         """Ends a job that reached its time limit, and returns the error to raise."""
         what = f"did not end within {timeout_s:g} s; {await self._waits()}"
-        await self._try_to_end(f"it {what}", State.FAILED)
+        await self._try_to_end(f"it {what}", JobStatus.FAILED)
         return self._with_resume_hint(JobTimeout(f"job {self._spec.name!r} {what}", job=self._spec.name))
 
     async def _waits(self) -> str:
@@ -356,10 +356,10 @@ class Supervisor:
         if follower.finished and self._uncollected and not collected:
             await (self._use_collected() if view.collected else self._note_uncollected())
         if status is None and follower.kept.result:
-            status = StatusRecord(state=State.FINISHED)
+            status = StatusRecord(state=JobStatus.FINISHED)
         if self._without_etcd and view.running:
             reason = f"its embedded etcd {self._without_etcd}"
-            status = StatusRecord(state=State.FAILED, reason=reason, writer="launcher")
+            status = StatusRecord(state=JobStatus.FAILED, reason=reason, writer="launcher")
         await follower.keep_end(status, etcd=not self._without_etcd)
 
 
@@ -480,12 +480,12 @@ async def launch_nodes(
                 await asyncio.wait([ending], timeout=_ALL_ENDED_S)
             if not ending.done() and not follower.finished:
                 reason = f"every node started here has ended\n{_log_tails(nodes)}\n" if nodes.deaths() else ""
-                return StatusRecord(state=State.RUNNING, reason=reason), None
+                return StatusRecord(state=JobStatus.RUNNING, reason=reason), None
             # Nodes keep results until they are collected, and leave then. Nodes elsewhere may still have them.
             await any_done(ending, broken)
             if not ending.done():
                 await broken
-            if ending.result()[0].state != State.FAILED:
+            if ending.result()[0].state != JobStatus.FAILED:
                 _report_deaths(nodes)
             until_left = [_follow_until_left(follower, nodes, spec.run)] if etcd_ends else []
             async with alongside(*until_left):
@@ -523,7 +523,7 @@ async def _collect_at_end(follower: Collector, gone: asyncio.Future[None]) -> tu
     """
     while True:
         status, result = await follower.wait_for_end(), None
-        if status.state == State.FINISHED:
+        if status.state == JobStatus.FINISHED:
             result = await follower.collect(gone)
             if result is None and not follower.finished:
                 continue

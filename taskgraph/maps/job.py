@@ -12,9 +12,9 @@ from taskgraph.elastic_jobs.shards import Pieces
 from taskgraph.errors import PieceFailed
 from taskgraph.graph.values import encode
 from taskgraph.maps.functions import find_function
-from taskgraph.maps.records import AtWork, Kind, PieceFile, Record, RecordWriter
+from taskgraph.maps.records import AtWork, MapRecord, PieceFile, RecordKind, RecordWriter
 from taskgraph.node.usercode.errors import UserCodeError
-from taskgraph.protocol.dealing import Ledger
+from taskgraph.protocol.dealing import QueueLedger
 
 __all__ = ["map_pieces"]
 
@@ -30,7 +30,7 @@ def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, o
     """
     compute, pieces = find_function(function), PieceFile(Path(folder))
     todo = np.load(Path(folder) / f"todo-{call}.npy")
-    ledger = Ledger(len(todo), attempts=attempts, on_error=on_error)
+    ledger = QueueLedger(len(todo), attempts=attempts, on_error=on_error)
     writer = RecordWriter(Path(folder) / f"{call}-{run.worker}.results")
     at_work = AtWork(Path(folder) / f"{call}-{run.worker}.at")
     dealt = Pieces(run, ledger, f"tg.map {call}", numbers=todo, keep=writer.flush)
@@ -43,14 +43,14 @@ def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, o
             except (Exception, SystemExit) as error:
                 text = UserCodeError("", error).traceback_text
                 said = encode({"node": run.worker, "traceback": text})
-                writer.write(Record(Kind.ERROR, number, ticket.attempt, said))
+                writer.write(MapRecord(RecordKind.ERROR, number, ticket.attempt, said))
                 dealt.fail(error)
             else:
-                writer.write(Record(Kind.RESULT, number, ticket.attempt, value))
+                writer.write(MapRecord(RecordKind.RESULT, number, ticket.attempt, value))
                 dealt.finish()
     except PieceFailed as failed:
         said = encode({"node": failed.node, "traceback": failed.traceback})
-        writer.write(Record(Kind.FAILED, failed.piece, 0, said))
+        writer.write(MapRecord(RecordKind.FAILED, failed.piece, 0, said))
         raise
     finally:
         at_work.note(-1)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import JobError, JobRunning, TaskGraphError
 from taskgraph.launch.entries import lock_file
-from taskgraph.maps.records import AtWork, Record, RecordReader, write_pieces
+from taskgraph.maps.records import AtWork, MapRecord, RecordReader, write_pieces
 from taskgraph.system.files import write_whole
 
 __all__ = ["Journal", "maps_root"]
@@ -152,7 +152,7 @@ class Journal:
         self.run = secrets.token_hex(4)
         np.save(self.folder / f"todo-{self.run}.npy", numbers)
 
-    def read(self) -> Iterator[Record]:
+    def read(self) -> Iterator[MapRecord]:
         """Yields the results and errors that workers have written since the last call."""
         for path in sorted(self.folder.glob("*.results")):
             yield from self._readers.setdefault(path, RecordReader(path)).read()

@@ -26,7 +26,7 @@ from taskgraph.launch.supervise import Hooks
 from taskgraph.maps.functions import as_list, check_function, find_function, reference, register_here
 from taskgraph.maps.job import map_pieces
 from taskgraph.maps.journal import Journal
-from taskgraph.maps.records import Kind, Record
+from taskgraph.maps.records import MapRecord, RecordKind
 from taskgraph.maps.showing import MapProgress
 from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.results import Failed
@@ -229,7 +229,7 @@ class _Map:
         """Reads what workers have written since, and yields missing pieces with their results, or `Failed`."""
         options = self._options
         for record in journal.read():
-            piece, is_result = record.piece, record.kind == Kind.RESULT
+            piece, is_result = record.piece, record.kind == RecordKind.RESULT
             if not is_result:
                 self._note_error(record)
                 if options.on_error == "fail" or record.attempt + 1 < options.attempts:
@@ -238,12 +238,12 @@ class _Map:
                 self._missing[piece] = False
                 yield piece, decode(record.value, writable=True) if is_result else self._errors[piece]
 
-    def _note_error(self, record: Record) -> None:
+    def _note_error(self, record: MapRecord) -> None:
         """Keeps the last error of a piece in `_errors`, and in `_failed` the first one that fails the map."""
         said = decode(record.value)
         failed = Failed(record.piece, said["node"], said["traceback"])
         self._errors[record.piece] = failed
-        if record.kind == Kind.FAILED and self._failed is None:
+        if record.kind == RecordKind.FAILED and self._failed is None:
             self._failed = failed
 
     def _explained(self, error: BaseException, died: list[tuple[str, int]], deaths: Counter[int]) -> BaseException:

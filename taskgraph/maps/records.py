@@ -22,7 +22,7 @@ import numpy as np
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["AtWork", "Kind", "PieceFile", "Record", "RecordReader", "RecordWriter", "packed", "write_pieces"]
+__all__ = ["AtWork", "MapRecord", "PieceFile", "RecordKind", "RecordReader", "RecordWriter", "packed", "write_pieces"]
 
 _HEAD: Final = struct.Struct("<BqIIQ16s")
 """Kind, piece, attempt, number of buffers, bytes of meta, digest; the sizes of the buffers follow."""
@@ -33,7 +33,7 @@ _CHUNK_BYTES: Final = 1 << 22
 """A reader takes so much at a time."""
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     RESULT = 1
     ERROR = 2
     """An error of user code: node and traceback."""
@@ -41,7 +41,7 @@ class Kind(IntEnum):
     """The error that fails the map: node and traceback."""
 
 
-class Record(NamedTuple):
+class MapRecord(NamedTuple):
     """A value in a file.
 
     Attributes:
@@ -49,13 +49,13 @@ class Record(NamedTuple):
         attempt: from 0: how many errors of user code the piece had before.
     """
 
-    kind: Kind
+    kind: RecordKind
     piece: int
     attempt: int
     value: Encoded
 
 
-def packed(record: Record) -> bytes:
+def packed(record: MapRecord) -> bytes:
     """Returns the bytes of a record."""
     value = record.value
     sizes = [buffer.nbytes for buffer in value.buffers]
@@ -63,7 +63,7 @@ def packed(record: Record) -> bytes:
     return b"".join((head, struct.pack(f"<{len(sizes)}Q", *sizes), value.meta, *value.buffers))
 
 
-def _unpacked(data: memoryview, at: int) -> tuple[Record | None, int]:
+def _unpacked(data: memoryview, at: int) -> tuple[MapRecord | None, int]:
     """Returns the record at an offset, and the bytes that it takes; None if the data ends before its end."""
     end = at + _HEAD.size
     if len(data) < end:
@@ -80,7 +80,7 @@ def _unpacked(data: memoryview, at: int) -> tuple[Record | None, int]:
     for size in sizes:
         buffers.append(data[begin : begin + size])
         begin += size
-    return Record(Kind(kind), piece, attempt, Encoded(meta, tuple(buffers), digest)), whole
+    return MapRecord(RecordKind(kind), piece, attempt, Encoded(meta, tuple(buffers), digest)), whole
 
 
 class RecordWriter:
@@ -95,7 +95,7 @@ class RecordWriter:
         self._lock = threading.Lock()
         self._waiting = bytearray()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MapRecord) -> None:
         """Writes a record, at the next `flush` at the latest."""
         with self._lock:
             if record.value.size_bytes >= _WHOLE_BYTES:
@@ -149,7 +149,7 @@ class RecordReader:
         self._path = path
         self._at = 0
 
-    def read(self) -> Iterator[Record]:
+    def read(self) -> Iterator[MapRecord]:
         """Yields the whole records since the last call.
 
         Raises:
@@ -188,7 +188,7 @@ def write_pieces(folder: Path, pieces: Sequence[Any]) -> bytes:
         for number, piece in enumerate(pieces):
             value = encode(piece, what=f"piece {number} of the map")
             digest.update(value.digest)
-            at += file.write(packed(Record(Kind.RESULT, number, 0, value)))
+            at += file.write(packed(MapRecord(RecordKind.RESULT, number, 0, value)))
             offsets[number + 1] = at
     np.save(folder / "offsets.npy", offsets)
     return digest.digest()

@@ -73,7 +73,7 @@ from taskgraph.node.usercode.uncaught import set_reporter, silence_expected_ends
 from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside
 from taskgraph.system.processes import end_children
@@ -176,7 +176,7 @@ async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, in
             read = await coordinator.txn(Txn(success=(Get(keys.spec), Get(keys.status), Get(keys.collected))))
             spec, status, collected = read.reads
             state = StatusRecord.from_bytes(status[0].value).state if status else ""
-            if spec and (state == State.RUNNING or (state == State.FINISHED and not collected)):
+            if spec and (state == JobStatus.RUNNING or (state == JobStatus.FINISHED and not collected)):
                 return JobSpec.from_bytes(spec[0].value), spec[0].mod_revision
             revision = read.revision
             log.info("waiting for job %r to be submitted%s", name, f" again (it has {state})" if state else "")
@@ -302,9 +302,9 @@ def _is_over(view: JobView) -> bool:
 
 def _log_end(job: str, status: StatusRecord) -> None:
     """Logs how the job ended, for a node without a launcher that would print it."""
-    if status.state == State.FAILED:
+    if status.state == JobStatus.FAILED:
         log.error("job %r failed: %s", job, "\n\n".join(filter(None, (status.reason, status.traceback.rstrip()))))
-    elif status.state == State.CANCELLED:
+    elif status.state == JobStatus.CANCELLED:
         log.warning("job %r was ended: %s", job, status.reason)
 
 

@@ -20,11 +20,11 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, counted, few_nodes_text, holders, ids_text, last_text
 from taskgraph.observe.incidents import FAILOVER
 from taskgraph.observe.screen import cut, one_line, printable, takes_codes, wrap
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import JobStatus
 from taskgraph.protocol.view import JobView
 from taskgraph.results import EpochReport
 
-__all__ = ["Progress", "numbers_text"]
+__all__ = ["ProgressDisplay", "numbers_text"]
 
 _FEW_PER_S = 20.0
 _FEW = 100
@@ -46,12 +46,12 @@ _KINDS_SHOWN_ONCE = ("unheld", "sockets")
 """Printed for the first task only: the other tasks of the same class report the same."""
 _NODE_KINDS = ("paused", "resumed", "raised")
 """Events whose text does not name the node."""
-_END_KINDS = (State.FINISHED, State.FAILED, State.CANCELLED)
+_END_KINDS = (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELLED)
 _DEPARTURE_KINDS = ("gone", "drain")
 """Not printed after the end of the job, when its nodes leave."""
 
 
-class Progress:
+class ProgressDisplay:
     """Shows the progress of one job. The caller passes every event to `event`, and calls `tick` often."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Progress:
         if event.kind not in _END_KINDS:
             self._print_event(event.at, f"{event.node}: {event.text}" if event.kind in _NODE_KINDS else event.text)
         else:  # the command prints a failure itself, with the traceback
-            self._ending = event if event.kind != State.FAILED else None
+            self._ending = event if event.kind != JobStatus.FAILED else None
             self._ending_since = self._clock()
 
     def _flush_ending(self) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from taskgraph.protocol.dealing import Ledger, PassCounts, Slow
+from taskgraph.protocol.dealing import PassCounts, QueueLedger, Slow
 
 __all__ = ["SLOW", "QueueStatus", "Rate"]
 
@@ -46,7 +46,7 @@ class QueueStatus:
     rows_per_s: float
 
     @classmethod
-    def of(cls, name: str, kind: str, ledger: Ledger, now: float, rows_per_s: float = 0.0) -> QueueStatus:
+    def of(cls, name: str, kind: str, ledger: QueueLedger, now: float, rows_per_s: float = 0.0) -> QueueStatus:
         """Returns the status of a ledger.
 
         Args:

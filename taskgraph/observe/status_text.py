@@ -26,7 +26,7 @@ from taskgraph.observe.format import (
 from taskgraph.observe.incidents import FAILOVER
 from taskgraph.observe.screen import cut, one_line, printable, width, wrap
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
-from taskgraph.protocol.records import NodeRecord, State, name_of
+from taskgraph.protocol.records import JobStatus, NodeRecord, name_of
 from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 from taskgraph.settings import Settings
@@ -123,7 +123,7 @@ def _head(picture: StatusData) -> list[str]:
     view = picture.view
     state = view.status.record.state if view.status else "unknown"
     words = [picture.name, state + _running_since(picture)]
-    if view.stamp and state == State.FINISHED:
+    if view.stamp and state == JobStatus.FINISHED:
         words.append(f" {counted(view.stamp.epoch, 'sum' if picture.elastic else 'epoch')}")
     elif picture.elastic:
         words += _step(picture)

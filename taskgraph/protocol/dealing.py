@@ -39,7 +39,7 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.protocol.passes import Options, Pass, PassCounts, Ticket, piece_order
 
-__all__ = ["Aside", "Ledger", "PassCounts", "Slow", "Ticket", "Verdict", "piece_order"]
+__all__ = ["Aside", "ErrorOutcome", "PassCounts", "QueueLedger", "Slow", "Ticket", "piece_order"]
 
 _DURATIONS: Final = 64
 """The median is that of the newest durations: pieces may become slower or faster in the course of a run."""
@@ -50,7 +50,7 @@ _ENDED_PASSES: Final = 16
 """Passes that ended and are still shown."""
 
 
-class Verdict(StrEnum):
+class ErrorOutcome(StrEnum):
     """What becomes of a piece in which user code raised an error."""
 
     AGAIN = "again"
@@ -78,7 +78,7 @@ class Aside(NamedTuple):
     text: str
 
 
-class Ledger:
+class QueueLedger:
     """What has become of each piece of a queue. See the module for states and rules.
 
     Args:
@@ -176,7 +176,7 @@ class Ledger:
         at.finished[ticket.piece] = place, holder
         return True
 
-    def fail(self, holder: str, ticket: Ticket, text: str) -> Verdict:
+    def fail(self, holder: str, ticket: Ticket, text: str) -> ErrorOutcome:
         """Counts an error of user code in a piece. Returns what becomes of the piece.
 
         Args:
@@ -185,19 +185,19 @@ class Ledger:
         """
         at = self._pass(ticket.pass_number)
         if at is None or not self.has(holder, ticket):
-            return Verdict.LATE
+            return ErrorOutcome.LATE
         if ticket.attempt != at.errors.get(ticket.piece, 0):
             at.give_back(holder, ticket.piece)
-            return Verdict.LATE
+            return ErrorOutcome.LATE
         errors = at.errors[ticket.piece] = ticket.attempt + 1
         if errors < self._options.attempts:
             at.give_back(holder, ticket.piece)
-            return Verdict.AGAIN
+            return ErrorOutcome.AGAIN
         if self._options.on_error == "fail":
             at.give_back(holder, ticket.piece)
-            return Verdict.FAIL_JOB
+            return ErrorOutcome.FAIL_JOB
         self.put_aside(holder, ticket, text)
-        return Verdict.SET_ASIDE
+        return ErrorOutcome.SET_ASIDE
 
     def put_aside(self, holder: str, ticket: Ticket, text: str) -> bool:
         """Sets a piece aside in its pass, as too many errors do. Returns False if the holder does not have it."""
@@ -352,7 +352,7 @@ class Ledger:
         }
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Ledger:
+    def of(cls, state: Mapping[str, Any]) -> QueueLedger:
         """Makes the ledger whose `state` this was."""
         made = cls(0)
         made._options = Options(*state["options"])

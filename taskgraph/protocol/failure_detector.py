@@ -27,13 +27,13 @@ from enum import IntEnum
 
 from taskgraph.protocol.view import JobView
 
-__all__ = ["FailureDetector", "RefusingPort", "State"]
+__all__ = ["FailureDetector", "NodeState", "RefusingPort"]
 
 _EXPIRY_S = 2.0
 """Time after the TTL in which etcd deletes the keys of an ended lease, and all nodes read that."""
 
 
-class State(IntEnum):
+class NodeState(IntEnum):
     ALIVE = 0
     SILENT = 1
     REFUSING = 2
@@ -103,20 +103,20 @@ class FailureDetector:
         """Returns the evidence on a node, which is made empty if there was none."""
         return self._known.setdefault(node, _Evidence())
 
-    def state(self, node: str) -> State:
+    def state(self, node: str) -> NodeState:
         """Returns the state of a node."""
         known = self._known.get(node)
         if node in self.gone:
-            return State.GONE
+            return NodeState.GONE
         if known is None:
-            return State.ALIVE
+            return NodeState.ALIVE
         if known.absent_since is not None and (known.absent_before or not self.paused):
-            return State.ABSENT
+            return NodeState.ABSENT
         if self._has_lease(node, known.ended_lease):
-            return State.EXPIRED
+            return NodeState.EXPIRED
         if known.refusing is not None:
-            return State.REFUSING
-        return State.SILENT if known.silent else State.ALIVE
+            return NodeState.REFUSING
+        return NodeState.SILENT if known.silent else NodeState.ALIVE
 
     def _has_lease(self, node: str, lease: int | None) -> bool:
         """True if the node's key is there with this lease."""
@@ -148,7 +148,7 @@ class FailureDetector:
             self._gone_revision = view.gone_revision
             self.gone = frozenset(view.gone)
             self._known = {n: known for n, known in self._known.items() if n in named or n in view.nodes}
-        suspects = (node for node in self._known if self.state(node) != State.ALIVE)
+        suspects = (node for node in self._known if self.state(node) != NodeState.ALIVE)
         self.suspects = frozenset(suspects) | (self.gone & named)
         return changed
 

@@ -21,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from enum import StrEnum
 
-__all__ = ["InSync", "Place"]
+__all__ = ["InSync", "MemberState"]
 
 Key = tuple[int, int, int]
 """A boundary's (epoch, attempt, term)."""
 
 
-class Place(StrEnum):
+class MemberState(StrEnum):
     """The state of a node in the in-sync set of a task."""
 
     CANDIDATE = "candidate"
@@ -37,7 +37,7 @@ class Place(StrEnum):
     EVICTING = "evicting"
 
 
-_MUST_ACKNOWLEDGE = frozenset({Place.ADMITTING, Place.MEMBER, Place.MARKED, Place.EVICTING})
+_MUST_ACKNOWLEDGE = frozenset({MemberState.ADMITTING, MemberState.MEMBER, MemberState.MARKED, MemberState.EVICTING})
 
 
 class InSync:
@@ -49,19 +49,21 @@ class InSync:
         marked: nodes that an earlier term evicted and that have the committed boundary.
         """
         self._marked = frozenset(marked)
-        self._place: dict[str, Place] = dict.fromkeys(members, Place.MEMBER) | dict.fromkeys(self._marked, Place.MARKED)
-        self._acked: dict[str, set[Key]] = {node: set() for node in self._place}
+        self._states: dict[str, MemberState] = dict.fromkeys(members, MemberState.MEMBER) | dict.fromkeys(
+            self._marked, MemberState.MARKED
+        )
+        self._acked: dict[str, set[Key]] = {node: set() for node in self._states}
         self._current: list[Key] = []  # in order
         self.only_members = not self._marked
         """All nodes are members: none is being admitted or evicted."""
 
-    def _set_place(self, node: str, place: Place | None) -> None:
+    def _set_state(self, node: str, state: MemberState | None) -> None:
         """Sets the state of a node; None: absent."""
-        if place is None:
-            del self._place[node], self._acked[node]
+        if state is None:
+            del self._states[node], self._acked[node]
         else:
-            self._place[node] = place
-        self.only_members = all(place is Place.MEMBER for place in self._place.values())
+            self._states[node] = state
+        self.only_members = all(state is MemberState.MEMBER for state in self._states.values())
 
     # -- boundaries -------------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ class InSync:
         elif key not in current:
             current.append(key)
             current.sort()
-        return bool(self._place)
+        return bool(self._states)
 
     def drop_before(self, epoch: int) -> None:
         """Drops boundaries before `epoch`, which was read as committed."""
@@ -102,9 +104,9 @@ class InSync:
 
     # -- nodes ------------------------------------------------------------------------------------
 
-    def place(self, node: str) -> Place | None:
+    def state_of(self, node: str) -> MemberState | None:
         """Returns the state of a node; None: absent."""
-        return self._place.get(node)
+        return self._states.get(node)
 
     def wishes_fulfilled(self, wished: Iterable[str], living: Collection[str]) -> bool:
         """True if all wished nodes are members and live. Only then other members may be evicted.
@@ -113,33 +115,33 @@ class InSync:
             wished: the nodes that placement wants, also nodes that died since: placement may next want the member that
                 was to be replaced by one of them.
         """
-        return all(node in living and self._place.get(node) is Place.MEMBER for node in wished)
+        return all(node in living and self._states.get(node) is MemberState.MEMBER for node in wished)
 
     def are_all_members(self, count: int) -> bool:
         """True if there are `count` other nodes, and all are members."""
-        return len(self._place) == count and self.only_members
+        return len(self._states) == count and self.only_members
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return tuple(sorted(self._place))
+        return tuple(sorted(self._states))
 
     def members(self) -> tuple[str, ...]:
-        return tuple(sorted(n for n, p in self._place.items() if p is Place.MEMBER))
+        return tuple(sorted(n for n, p in self._states.items() if p is MemberState.MEMBER))
 
     def not_yet_members(self) -> tuple[str, ...]:
         """Returns the candidates, and the nodes whose admitting write may not exist yet."""
-        return tuple(sorted(n for n, p in self._place.items() if p in (Place.CANDIDATE, Place.ADMITTING)))
+        return tuple(sorted(n for n, p in self._states.items() if p in (MemberState.CANDIDATE, MemberState.ADMITTING)))
 
     def invite(self, node: str) -> None:
         """Makes an absent node a candidate."""
-        if node not in self._place:
+        if node not in self._states:
             self._acked[node] = set()
-            self._set_place(node, Place.CANDIDATE)
+            self._set_state(node, MemberState.CANDIDATE)
 
     def drop_candidate(self, node: str) -> bool:
         """Drops a candidate. Returns False, and changes nothing, if the node is none: it may be a member."""
-        if self._place.get(node) is Place.CANDIDATE:
-            self._set_place(node, None)
+        if self._states.get(node) is MemberState.CANDIDATE:
+            self._set_state(node, None)
             return True
         return False
 
@@ -147,7 +149,7 @@ class InSync:
 
     def missing(self, node: str) -> tuple[Key, ...]:
         """Returns the boundaries that `node` has not acknowledged, in order."""
-        if node not in self._place:
+        if node not in self._states:
             return ()
         return tuple(key for key in self._current if key not in self._acked[node])
 
@@ -163,8 +165,8 @@ class InSync:
     def waits_for(self, key: Key) -> tuple[str, ...]:
         """Returns the nodes whose acknowledgement of boundary `key` is missing."""
         lacking = []
-        for node, place in self._place.items():
-            if place in _MUST_ACKNOWLEDGE and key not in self._acked[node]:
+        for node, state in self._states.items():
+            if state in _MUST_ACKNOWLEDGE and key not in self._acked[node]:
                 lacking.append(node)
         lacking.sort()
         return tuple(lacking)
@@ -172,8 +174,8 @@ class InSync:
     def count_holders(self, key: Key) -> int:
         """Returns the number of members that have boundary `key`, including the primary."""
         found = 1
-        for node, place in self._place.items():
-            if place is Place.MEMBER and key in self._acked[node]:
+        for node, state in self._states.items():
+            if state is MemberState.MEMBER and key in self._acked[node]:
                 found += 1
         return found
 
@@ -181,33 +183,33 @@ class InSync:
 
     def may_admit(self, node: str) -> bool:
         """True if the node is a candidate or marked, and acknowledged all boundaries."""
-        place = self._place.get(node)
-        return place in (Place.CANDIDATE, Place.MARKED) and bool(self._current) and not self.missing(node)
+        state = self._states.get(node)
+        return state in (MemberState.CANDIDATE, MemberState.MARKED) and bool(self._current) and not self.missing(node)
 
     def admitting(self, node: str) -> None:
         """Notes that the admitting write is about to be sent."""
         if not self.may_admit(node):
-            raise ValueError(f"{node} is {self._place.get(node)}, not a candidate with every boundary")
-        self._set_place(node, Place.ADMITTING)
+            raise ValueError(f"{node} is {self._states.get(node)}, not a candidate with every boundary")
+        self._set_state(node, MemberState.ADMITTING)
 
     def admitted(self, node: str, written: bool) -> None:
         """Notes the outcome of the admitting write."""
-        if self._place.get(node) is Place.ADMITTING:
-            self._set_after_write(node, written, Place.MEMBER if written else Place.CANDIDATE)
+        if self._states.get(node) is MemberState.ADMITTING:
+            self._set_after_write(node, written, MemberState.MEMBER if written else MemberState.CANDIDATE)
 
     def evicting(self, node: str) -> None:
         """Notes that the evicting write is about to be sent. The node's acknowledgements are needed until it exists."""
-        if self._place.get(node) not in (Place.MEMBER, Place.MARKED):
-            raise ValueError(f"{node} is {self._place.get(node)}, not a member")
-        self._set_place(node, Place.EVICTING)
+        if self._states.get(node) not in (MemberState.MEMBER, MemberState.MARKED):
+            raise ValueError(f"{node} is {self._states.get(node)}, not a member")
+        self._set_state(node, MemberState.EVICTING)
 
     def evicted(self, node: str, written: bool) -> None:
         """Notes the outcome of the evicting write."""
-        if self._place.get(node) is Place.EVICTING:
-            self._set_after_write(node, written, None if written else Place.MEMBER)
+        if self._states.get(node) is MemberState.EVICTING:
+            self._set_after_write(node, written, None if written else MemberState.MEMBER)
 
-    def _set_after_write(self, node: str, written: bool, place: Place | None) -> None:
+    def _set_after_write(self, node: str, written: bool, state: MemberState | None) -> None:
         """Sets a node's state by the known outcome of a write. A marked node stays marked if nothing was written."""
         if written:
             self._marked -= {node}
-        self._set_place(node, Place.MARKED if node in self._marked else place)
+        self._set_state(node, MemberState.MARKED if node in self._marked else state)

@@ -507,7 +507,7 @@ class SharedDigests(_Message, frozen=True, tag=True):
 
 
 class WorkerReport(_Message, frozen=True, tag=True):
-    """Worker to worker of an elastic job: what the sender held when it read this view (`elastic.flush.Report`).
+    """Worker to worker of an elastic job: what the sender held when it read this view (`elastic.flush.FlushReport`).
 
     Attributes:
         number, lineage, workers: the view.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from taskgraph.errors import JobError
 
-__all__ = ["Dealing", "Options", "Pass", "PassCounts", "Ticket", "piece_order"]
+__all__ = ["DealtPiece", "Options", "Pass", "PassCounts", "Ticket", "piece_order"]
 
 
 class Ticket(NamedTuple):
@@ -43,7 +43,7 @@ class PassCounts(NamedTuple):
 
 
 @dataclass(slots=True)
-class Dealing:
+class DealtPiece:
     """A piece that is dealt: its place in the order, and since when each holder has it."""
 
     place: int
@@ -51,7 +51,7 @@ class Dealing:
 
 
 class Options(NamedTuple):
-    """The arguments of a work queue's ledger (`protocol.dealing.Ledger`)."""
+    """The arguments of a work queue's ledger (`protocol.dealing.QueueLedger`)."""
 
     pieces: int
     passes: int | None
@@ -102,7 +102,7 @@ class Pass:
         self._places: dict[int, int] | None = None
         self.cursor = self.rows = 0
         self.again: list[int] = []
-        self.dealt: dict[int, Dealing] = {}
+        self.dealt: dict[int, DealtPiece] = {}
         self.finished: dict[int, tuple[int, str]] = {}
         self.aside: set[int] = set()
         self.errors: dict[int, int] = {}
@@ -129,7 +129,7 @@ class Pass:
                 place = self.cursor
                 self.cursor += 1
             piece = self.order[place]
-            self.dealt[piece] = Dealing(place, {holder: now})
+            self.dealt[piece] = DealtPiece(place, {holder: now})
             yield Ticket(self.number, piece, self.errors.get(piece, 0))
 
     def claim(self, holder: str, pieces: Collection[int], now: float) -> list[Ticket]:
@@ -141,7 +141,7 @@ class Pass:
         taken = places.intersection(self.again)
         self.again = sorted(set(self.again) - taken)  # sorted, so it is a heap
         for place in sorted(taken):
-            self.dealt[self.order[place]] = Dealing(place, {})
+            self.dealt[self.order[place]] = DealtPiece(place, {})
         claimed = []
         for place in sorted(places):
             piece = self.order[place]
@@ -203,7 +203,7 @@ class Pass:
         made = cls(options, state["number"])
         made.cursor, made.rows = state["cursor"], state["rows"]
         made.again = list(_places(state["again"]))  # sorted, so it is a heap
-        made.dealt = {piece: Dealing(place, dict(holders)) for piece, place, holders in state["dealt"]}
+        made.dealt = {piece: DealtPiece(place, dict(holders)) for piece, place, holders in state["dealt"]}
         made.finished = {piece: (place, holder) for piece, place, holder in state["finished"]}
         made.aside = set(_places(state["aside"]))
         made.errors = dict(state["errors"])

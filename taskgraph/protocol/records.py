@@ -18,12 +18,12 @@ __all__ = [
     "CheckpointRecord",
     "EpochRecord",
     "GoneRecord",
+    "JobStatus",
     "MemberRecord",
     "NodeRecord",
     "PrimaryRecord",
     "Record",
     "RunningCode",
-    "State",
     "StatusRecord",
     "WorkersRecord",
     "name_of",
@@ -115,7 +115,7 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     term: int = 0
 
 
-class State:
+class JobStatus:
     """The values of `StatusRecord.state`."""
 
     RUNNING = "running"

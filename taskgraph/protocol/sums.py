@@ -23,7 +23,18 @@ from xxhash import xxh3_128_intdigest
 from taskgraph.errors import TaskGraphError, first_lines
 from taskgraph.protocol.messages import LedgerEntry
 
-__all__ = ["ITEM", "REQUEST", "Conflict", "Kind", "Ledger", "decode_sum", "encode_sum", "explain", "identity", "total"]
+__all__ = [
+    "ITEM",
+    "REQUEST",
+    "Conflict",
+    "Kind",
+    "MessageLedger",
+    "decode_sum",
+    "encode_sum",
+    "explain",
+    "identity",
+    "total",
+]
 
 Kind = Literal["item", "flag", "request", "answer"]
 """The kind of an entry. Both ends must use the same word, or the sums differ.
@@ -110,7 +121,7 @@ decode_sum: Final = int.from_bytes
 """Decodes a sum from a message."""
 
 
-class Ledger:
+class MessageLedger:
     """All that a task sent and received in one attempt and one term. A restart or a takeover begins a new ledger."""
 
     # Defaults on the class make a ledger cheap: every task has one in every epoch.

@@ -25,10 +25,10 @@ from taskgraph.protocol.records import (
     CheckpointRecord,
     EpochRecord,
     GoneRecord,
+    JobStatus,
     MemberRecord,
     NodeRecord,
     PrimaryRecord,
-    State,
     StatusRecord,
 )
 from taskgraph.protocol.shared import holds_state
@@ -224,11 +224,11 @@ def roll_back(
     if not 0 < to.epoch < at.epoch:
         raise LookupError(f"the job is at epoch {at.epoch}, the checkpoint at {to.epoch}")
     epoch = EpochRecord(epoch=to.epoch, attempt=at.attempt + 1, lineage=at.attempt + 1, base=to.epoch, writer=writer)
-    if view.status.record.state not in (State.RUNNING, State.FINISHED):
+    if view.status.record.state not in (JobStatus.RUNNING, JobStatus.FINISHED):
         raise LookupError(f"the job {view.status.record.state}")
     also: tuple[Op, ...] = (Put(view.keys.epoch, epoch.to_bytes()), Put(view.keys.checkpoint, to.to_bytes()))
     if not view.running:
-        also = (*also, Put(view.keys.status, StatusRecord(state=State.RUNNING, writer=writer).to_bytes()))
+        also = (*also, Put(view.keys.status, StatusRecord(state=JobStatus.RUNNING, writer=writer).to_bytes()))
     txn = _take_over_without_members(view, task, node, node_revision, (stateful, shared), writer=writer, also=also)
     return replace(txn, compares=(*txn.compares, Compare(view.keys.collected, 0)))
 
@@ -431,7 +431,7 @@ def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str,
     ]
     if finished:
         compares.append(Compare(keys.status, view.status.mod_revision))
-        puts.append(Put(keys.status, StatusRecord(state=State.FINISHED, writer=writer).to_bytes()))
+        puts.append(Put(keys.status, StatusRecord(state=JobStatus.FINISHED, writer=writer).to_bytes()))
     return Txn(compares=tuple(compares), success=tuple(puts))
 
 

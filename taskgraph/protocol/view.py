@@ -23,11 +23,11 @@ from taskgraph.protocol.records import (
     CheckpointRecord,
     EpochRecord,
     GoneRecord,
+    JobStatus,
     MemberRecord,
     NodeRecord,
     PrimaryRecord,
     Record,
-    State,
     StatusRecord,
     WorkersRecord,
 )
@@ -278,12 +278,12 @@ class JobView:
 
     @property
     def running(self) -> bool:
-        return self.status is not None and self.status.record.state == State.RUNNING
+        return self.status is not None and self.status.record.state == JobStatus.RUNNING
 
     @property
     def finished(self) -> bool:
         """True if the last epoch is committed. Lost results are computed again."""
-        return self.status is not None and self.status.record.state == State.FINISHED
+        return self.status is not None and self.status.record.state == JobStatus.FINISHED
 
     @property
     def has_work(self) -> bool:

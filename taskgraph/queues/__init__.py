@@ -1,7 +1,7 @@
 """Work queues of task graphs, and maps in an epoch: pieces go to free tasks, and each counts once.
 
     the map's processor, on each task of the user     the dealer: task 0, or the service of a named queue
-      done, wants more   ────── ask ──────────────►   a `Ledger` of the epoch's pieces
+      done, wants more   ────── ask ──────────────►   a `QueueLedger` of the pieces
       computes           ◄───── pieces ────────────
       ...
       it is over         ◄───── which results are whose

@@ -28,7 +28,7 @@ from taskgraph.graph.values import decode
 from taskgraph.queues.late import PieceWork
 from taskgraph.queues.pieces import PieceEpoch, Result, error_lines, result_of
 from taskgraph.queues.plan import DEAL, call_name
-from taskgraph.queues.worker import Share, Todo
+from taskgraph.queues.worker import TaskPieces, Todo
 from taskgraph.sources.reading import content_of
 from taskgraph.tables.client import send_held
 
@@ -81,7 +81,7 @@ class Computing:
     def __init__(self, it: MapOf, epoch: Epoch) -> None:
         work = epoch._work
         self.it, self.epoch, self._work = it, epoch, work
-        self.share = Share(work.kept_results(it.tag), work.node_name)
+        self.share = TaskPieces(work.kept_results(it.tag), work.node_name)
         self.pieces_work = PieceWork(work)
         self.clock = asyncio.get_running_loop().time if it.value_is_async else time.perf_counter
         self.lock = threading.Lock()
@@ -169,7 +169,7 @@ class Computing:
         self._work.leave(call)
 
     def send_ask(self, *, late: Todo | None = None, idle: bool = False) -> Reply:
-        """Sends the ask that `Share.ask` makes to the dealer, and returns the reply to wait for."""
+        """Sends the ask that `TaskPieces.ask` makes to the dealer, and returns the reply to wait for."""
         it = self.it
         asked = self.share.ask(self.clock(), late=late, idle=idle)
         count, digest = (len(it.values), "") if it.source is None else (-1, it.source.pieces_digest)
@@ -327,14 +327,14 @@ async def _send_and_put_async(of: Computing, outs: Outputs) -> None:
     _put_results(it, share, outs)
 
 
-def _lost_results(share: Share) -> list[Todo]:
+def _lost_results(share: TaskPieces) -> list[Todo]:
     """Returns the pieces whose results this task is to put and lacks: an earlier attempt had computed them."""
     assert share.last is not None
     rows = share.last["results"].tolist()
     return [Todo(row[0], row[1], row[2], 0) for row in rows if row[0] not in share.results]
 
 
-def _send_with_results(it: MapOf, epoch: Epoch, share: Share) -> list[Reply]:
+def _send_with_results(it: MapOf, epoch: Epoch, share: TaskPieces) -> list[Reply]:
     """Sends the pushes of the results that this task puts, and tells the dealer which pieces are done or set aside.
 
     Returns the replies to wait for.
@@ -357,7 +357,7 @@ def _send_with_results(it: MapOf, epoch: Epoch, share: Share) -> list[Reply]:
     return replies
 
 
-def _put_results(it: MapOf, share: Share, outs: Outputs) -> None:
+def _put_results(it: MapOf, share: TaskPieces, outs: Outputs) -> None:
     """Puts the results that count, with the pieces set aside and how many the queue has left."""
     last = share.last
     assert last is not None

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.protocol.dealing import Ledger, PassCounts, Slow, Ticket, Verdict
+from taskgraph.protocol.dealing import ErrorOutcome, PassCounts, QueueLedger, Slow, Ticket
 from taskgraph.queues.plan import Plan
 
 __all__ = ["AsideError", "Dealer"]
@@ -63,7 +63,9 @@ class Dealer:
         self._aside: dict[int, tuple[int | None, AsideError]] = {}  # piece -> the task that sends it on
         self._failure: _Failure | None = None
         self.rows = 0
-        self.ledger = Ledger(len(plan.pieces), attempts=plan.attempts, on_error=plan.on_error, straggler=plan.straggler)
+        self.ledger = QueueLedger(
+            len(plan.pieces), attempts=plan.attempts, on_error=plan.on_error, straggler=plan.straggler
+        )
 
     def answer(self, task: int, term: int, ask: Mapping[str, Any], now: float) -> dict[str, Any] | None:
         """Returns the answer to an ask; None: no piece is free and some are unfinished; call again after a change."""
@@ -125,9 +127,9 @@ class Dealer:
     def _take_error(self, task: int, ticket: Ticket, text: str, node: str) -> None:
         """Notes an error of user code in a piece: it is dealt again, set aside, or fails the job."""
         verdict = self.ledger.fail(str(task), ticket, text)
-        if verdict is Verdict.SET_ASIDE:
+        if verdict is ErrorOutcome.SET_ASIDE:
             self._aside[ticket.piece] = task, (text, node)
-        elif verdict is Verdict.FAIL_JOB:
+        elif verdict is ErrorOutcome.FAIL_JOB:
             self._failure = _Failure(ticket.piece, text, node)
 
     def _top_up(self, task: int, most: int, now: float) -> list[int]:

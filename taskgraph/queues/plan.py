@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from taskgraph.protocol.dealing import Ledger
+from taskgraph.protocol.dealing import QueueLedger
 
 __all__ = ["DEAL", "Plan", "call_name", "plan_of", "plan_of_count", "processor_of"]
 
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
     Attributes:
         pieces: (pass, piece) of each, in the order in which they are dealt. They are known by their place in it.
-        attempts, on_error, straggler: as in `Ledger`.
+        attempts, on_error, straggler: as in `QueueLedger`.
         left: pieces of the queue that are left after this epoch.
         over: the queue is over after this epoch.
     """
@@ -51,9 +51,9 @@ def plan_of_count(count: int, upto: int | None) -> Plan:
     return Plan([(0, piece) for piece in range(here)], left=count - here, over=here == count)
 
 
-def plan_of(ledger: Ledger, upto: int | None) -> Plan:
+def plan_of(ledger: QueueLedger, upto: int | None) -> Plan:
     """Returns the plan of an epoch of a queue: the next `upto` pieces; None: the rest of the pass at work."""
-    later = Ledger.of(ledger.state())
+    later = QueueLedger.of(ledger.state())
     most = ledger.open_in_pass if upto is None else upto
     tickets = later.deal("", most, 0.0)
     left = ledger.left - len(tickets)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from taskgraph.errors import JobError
-from taskgraph.protocol.dealing import Ledger
+from taskgraph.protocol.dealing import QueueLedger
 from taskgraph.queues.service import QueueTask
 from taskgraph.services import Service
 from taskgraph.sources.reading import Source, as_source, pieces_digest, pieces_of
@@ -69,7 +69,7 @@ class WorkQueue:
             "on_error": on_error,
             "straggler": straggler,
         }
-        Ledger(0, **self._options)  # checks them
+        QueueLedger(0, **self._options)  # checks them
 
     @property
     def pieces(self) -> Sequence[Any]:
@@ -90,9 +90,9 @@ class WorkQueue:
         """Finds the pieces. Returns how many there are, and their digest."""
         return len(self.pieces), self.pieces_digest
 
-    def ledger(self, pieces: int, seed: int) -> Ledger:
+    def ledger(self, pieces: int, seed: int) -> QueueLedger:
         """Returns the ledger of this many pieces before the first one is dealt."""
-        return Ledger(pieces, seed=seed, **self._options)
+        return QueueLedger(pieces, seed=seed, **self._options)
 
     def service(self, name: str, tasks: int) -> Service:
         """Returns the service that has the ledger."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.protocol.dealing import Ledger
+from taskgraph.protocol.dealing import QueueLedger
 from taskgraph.queues.plan import Plan, plan_of
 from taskgraph.results import SET_ASIDE
 from taskgraph.shape import handles
@@ -29,10 +29,12 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
     Attributes:
         pieces: how many the source has; None before `setup`.
         digest: of the pieces.
-        ledger_state: as `Ledger.state()`; None before the first piece counted.
+        ledger_state: as `QueueLedger.state()`; None before the first piece counted.
     """
 
-    def __init__(self, find: Callable[[], tuple[int, str]], begin: Callable[[int, int], Ledger], name: str) -> None:
+    def __init__(
+        self, find: Callable[[], tuple[int, str]], begin: Callable[[int, int], QueueLedger], name: str
+    ) -> None:
         self.find, self.begin = find, begin
         self.name = name
         self.pieces: int | None = None
@@ -48,14 +50,14 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
         epoch.scratch.counted = {}
         epoch.processor(self.settle)
 
-    def ledger(self, seed: int) -> Ledger:
+    def ledger(self, seed: int) -> QueueLedger:
         """Returns the committed ledger.
 
         Args:
             seed: of the job.
         """
         assert self.pieces is not None
-        return self.begin(self.pieces, seed) if self.ledger_state is None else Ledger.of(self.ledger_state)
+        return self.begin(self.pieces, seed) if self.ledger_state is None else QueueLedger.of(self.ledger_state)
 
     def plan(self, upto: int | None, seed: int) -> Plan:
         """Returns the pieces of the epoch at work."""
@@ -87,7 +89,7 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
         return {SET_ASIDE: self.name, "pieces": aside} if aside else None
 
 
-def _settle(ledger: Ledger, counted: Sequence[Mapping[str, Any]]) -> None:
+def _settle(ledger: QueueLedger, counted: Sequence[Mapping[str, Any]]) -> None:
     """Counts the pieces in these messages, pass after pass: a pass opens when the one before has no open piece."""
     rows: dict[int, dict[int, int]] = {}
     aside: dict[int, dict[int, tuple[str, str]]] = {}

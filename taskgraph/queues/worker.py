@@ -16,7 +16,7 @@ import numpy as np
 
 from taskgraph.queues.pieces import Result
 
-__all__ = ["Share", "Todo"]
+__all__ = ["TaskPieces", "Todo"]
 
 _CHUNK_S: Final = 0.04
 """Work that a task has at a time. An ask costs about a millisecond on both sides."""
@@ -35,7 +35,7 @@ class Todo(NamedTuple):
     attempt: int
 
 
-class Share:
+class TaskPieces:
     """The pieces of one task in one attempt.
 
     Args:

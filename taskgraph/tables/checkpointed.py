@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from taskgraph.checkpoint.manifest import CheckpointName, ExpectedJob, Manifest, MissingFile
 from taskgraph.checkpoint.places import Place
-from taskgraph.checkpoint.store import Store as Checkpoints
+from taskgraph.checkpoint.store import CheckpointStore
 from taskgraph.errors import CheckpointError, DecodeError, TableError
 from taskgraph.graph.outline import decode_untyped
 from taskgraph.tables.rows import Ids
@@ -44,7 +44,7 @@ def checkpointed_rows(place: Place, job: str, which: CheckpointName | None, tabl
         TableError: the checkpoint has no such table.
         CheckpointError: there is no complete checkpoint, or it is damaged or of another version.
     """
-    kept = Checkpoints("", ExpectedJob(job=job, fingerprint="", tasks=0), place=place)
+    kept = CheckpointStore("", ExpectedJob(job=job, fingerprint="", tasks=0), place=place)
     for _ in range(_TRIES):
         name = which or _newest(kept)
         try:
@@ -58,7 +58,7 @@ def checkpointed_rows(place: Place, job: str, which: CheckpointName | None, tabl
     )
 
 
-def _newest(kept: Checkpoints) -> CheckpointName:
+def _newest(kept: CheckpointStore) -> CheckpointName:
     """Returns the newest complete checkpoint. Raises CheckpointError if there is none."""
     try:
         names, found = kept.complete_names(), kept.list_folder()
@@ -74,7 +74,7 @@ def _newest(kept: Checkpoints) -> CheckpointName:
     return names[0]
 
 
-def _rows(kept: Checkpoints, manifest: Manifest, table: str) -> tuple[Ids, NDArray[Any]]:
+def _rows(kept: CheckpointStore, manifest: Manifest, table: str) -> tuple[Ids, NDArray[Any]]:
     """Returns the ids and rows of a table in one checkpoint, by ascending id."""
     try:
         # `map` drops the file of one server before it reads the next.
@@ -92,7 +92,7 @@ def _live_rows(captured: Mapping[str, Any]) -> tuple[Ids, NDArray[Any]]:
     return store.ids, store.pull(store.ids)
 
 
-def _captured(kept: Checkpoints, manifest: Manifest, table: str) -> Iterator[Mapping[str, Any]]:
+def _captured(kept: CheckpointStore, manifest: Manifest, table: str) -> Iterator[Mapping[str, Any]]:
     """Yields what each server of the table captured; in an elastic job, what every worker has."""
     if tasks := manifest.tasks_of(f"{_TABLE}{table}"):
         for task in tasks:
@@ -110,7 +110,7 @@ def _captured(kept: Checkpoints, manifest: Manifest, table: str) -> Iterator[Map
     )
 
 
-def _content(kept: Checkpoints, manifest: Manifest, task: int) -> dict[str, Any]:
+def _content(kept: CheckpointStore, manifest: Manifest, task: int) -> dict[str, Any]:
     """Returns the content of a task's file in a checkpoint."""
     value = kept.read(manifest, task)
     return {} if value is None else decode_untyped(value)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from taskgraph.tables.store import Store, select, store_of
+from taskgraph.tables.store import RowStore, select, store_of
 
 __all__ = ["move_rows"]
 
@@ -25,6 +25,6 @@ def move_rows(states: Sequence[dict[str, Any]], servers: int) -> list[dict[str, 
     for server in range(servers):
         mine = select(whole, server, servers)
         order = np.argsort(mine["ids"])
-        store = Store(table, segments=[{name: array[order] for name, array in mine.items()}] if len(order) else [])
+        store = RowStore(table, segments=[{name: array[order] for name, array in mine.items()}] if len(order) else [])
         found.append({**states[0], "servers": servers, "blocks": store.blocks})
     return found

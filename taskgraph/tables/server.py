@@ -26,7 +26,7 @@ from taskgraph.shape import handles
 from taskgraph.tables.layout import Layout
 from taskgraph.tables.options import TableOptions
 from taskgraph.tables.rows import Ids, table_seed
-from taskgraph.tables.store import Store
+from taskgraph.tables.store import RowStore
 from taskgraph.task import Task
 
 __all__ = ["LateTableServer", "TableServer"]
@@ -48,7 +48,7 @@ class TableServer(Task):
         self._server, self._servers = server, servers
 
     def setup(self) -> None:
-        self._store = Store(self._table)
+        self._store = RowStore(self._table)
         self._lr = self._table.lr
 
     def snapshot(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class TableServer(Task):
         self._table.check_stored(state["table"], self._name)
         layout = Layout.of(self._table)
         self._lr = state["lr"]
-        self._store = Store(self._table, segments=map(layout.unpack, state["blocks"]))
+        self._store = RowStore(self._table, segments=map(layout.unpack, state["blocks"]))
 
     def compose(self, epoch: Epoch) -> None:
         self._store.seed = table_seed(job_seed(epoch), self._name)

@@ -1,4 +1,4 @@
-"""`Store`: the rows of one server, as a log of segments that never change.
+"""`RowStore`: the rows of one server, as a log of segments that never change.
 
 A segment has the rows that one push changed: their ids (ascending, each once), their values, and their slots. The
 newest segment with an id has its row. Each segment is one block of bytes, so a snapshot is the list of the blocks,
@@ -28,7 +28,7 @@ from taskgraph.tables.merging import server_of, sum_by_id
 from taskgraph.tables.options import TableOptions
 from taskgraph.tables.rows import Ids
 
-__all__ = ["Segment", "Store", "select", "store_of"]
+__all__ = ["RowStore", "Segment", "select", "store_of"]
 
 Array = NDArray[Any]
 Segment = Mapping[str, Array]
@@ -42,7 +42,7 @@ _SMALLEST_BYTES = INLINE_BYTES
 """Blocks from this size on are sent once; a value's smaller arrays are part of it, and sent each time."""
 
 
-class Store:
+class RowStore:
     """The rows that somebody has pushed to; others are made when they are pulled, and not kept."""
 
     def __init__(self, table: TableOptions, seed: int = 0, segments: Iterable[Segment] = ()) -> None:
@@ -82,9 +82,9 @@ class Store:
         """The log as blocks of bytes, oldest first, for a snapshot; they never change. See `Layout.unpack`."""
         return [block_of(segment) for segment in self._segments]
 
-    def fork(self) -> Store:
+    def fork(self) -> RowStore:
         """Returns a copy with the same rows; later pushes to either do not reach the other."""
-        copy = Store(self.table, self.seed)
+        copy = RowStore(self.table, self.seed)
         copy._segments = list(self._segments)
         copy._ids, copy._segment_of, copy._offset = self._ids, self._segment_of.copy(), self._offset.copy()
         return copy
@@ -213,12 +213,12 @@ def select(segment: Segment, server: int, servers: int) -> Segment:
     return {name: array[mine] for name, array in segment.items()}
 
 
-def store_of(captured: Mapping[str, Any]) -> Store:
+def store_of(captured: Mapping[str, Any]) -> RowStore:
     """Returns the rows that somebody has pushed to, of whichever table: those that a snapshot of a server has.
 
     Args:
-        captured: "table": `TableOptions.stored`; "blocks": `Store.blocks`.
+        captured: "table": `TableOptions.stored`; "blocks": `RowStore.blocks`.
     """
     width, dtype, optimizer = captured["table"]
     table = TableOptions(width, dtype=dtype, optimizer=optimizer)
-    return Store(table, segments=map(Layout.of(table).unpack, captured["blocks"]))
+    return RowStore(table, segments=map(Layout.of(table).unpack, captured["blocks"]))

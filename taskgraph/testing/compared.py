@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from taskgraph.elastic_jobs.adding import chain_digest
-from taskgraph.elastic_jobs.parts import Part, Place
+from taskgraph.elastic_jobs.parts import Part, RoundId
 from taskgraph.elastic_jobs.state import digests
 from taskgraph.errors import StateError, StepError
 from taskgraph.graph.sums import Sums
@@ -51,9 +51,9 @@ class Record:
         self.value: dict[str, bytes] = {}
         self.steps = 0
 
-    def add_part(self, place: Place, part: Part, sums: Sums) -> None:
-        self.parts[place.step, place.round, part.number] = chain_digest(b"", sums)
-        self.steps = place.step + 1
+    def add_part(self, round_id: RoundId, part: Part, sums: Sums) -> None:
+        self.parts[round_id.step, round_id.round, part.number] = chain_digest(b"", sums)
+        self.steps = round_id.step + 1
 
 
 class Comparison:
@@ -126,22 +126,22 @@ class Comparison:
                 f"{format_differing(known, found)}\n{self._advice if step else _EQUAL_START_ADVICE}"
             )
 
-    def check_part(self, place: Place, part: Part, sums: Sums) -> None:
-        self._steps = place.step + 1
-        key = place.step, place.round, part.number
+    def check_part(self, round_id: RoundId, part: Part, sums: Sums) -> None:
+        self._steps = round_id.step + 1
+        key = round_id.step, round_id.round, part.number
         if key not in self._record.parts:
             return  # it has more steps or rounds: said when its total is there
         if self._record.parts[key] != chain_digest(b"", sums):
             raise StateError(
-                f"part {part.number} of step {place.step} is not the same on {self._name} as in a run of one worker, "
-                f"from an equal state\n{self._advice}"
+                f"part {part.number} of step {round_id.step} is not the same on {self._name} "
+                f"as in a run of one worker, from an equal state\n{self._advice}"
             )
 
-    def check_total(self, place: Place) -> None:
-        self._steps = place.step + 1
-        if (place.step, place.round, 0) not in self._record.parts:
+    def check_total(self, round_id: RoundId) -> None:
+        self._steps = round_id.step + 1
+        if (round_id.step, round_id.round, 0) not in self._record.parts:
             raise self._surplus_error(
-                f"takes round {place.round} of step {place.step}, and a run of one worker does not"
+                f"takes round {round_id.round} of step {round_id.step}, and a run of one worker does not"
             )
 
     def check_result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:

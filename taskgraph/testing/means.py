@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from taskgraph.elastic_jobs.feeds import Feed
-from taskgraph.elastic_jobs.parts import Part, Place
+from taskgraph.elastic_jobs.parts import Part, RoundId
 from taskgraph.errors import StepError
 from taskgraph.graph.sums import Sums
 
@@ -34,9 +34,9 @@ class MeansCheck:
         self._kind = ""
         self._uneven = False
 
-    def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
+    def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
         """Yields the joined part of this part and the one before, in the first step, for every second part."""
-        if place.step > 0 or self._last is None or part.number % 2 == 0:
+        if round_id.step > 0 or self._last is None or part.number % 2 == 0:
             return
         self._uneven = feed.is_uneven
         yield part.joined(self._last[0])
@@ -44,9 +44,9 @@ class MeansCheck:
     def tried(self, part: Part, sums: Sums) -> None:
         self._tried = sums.tree()
 
-    def computed(self, place: Place, part: Part, sums: Sums) -> None:
+    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
         """Compares the last two parts with their joined part. Raises StepError if a mean was added."""
-        if place.step > 0:
+        if round_id.step > 0:
             return
         last, both = self._last, self._tried
         self._last, self._tried = (part, sums.tree()), None

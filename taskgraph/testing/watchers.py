@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any
 
 from taskgraph.elastic_jobs.feeds import Feed
-from taskgraph.elastic_jobs.parts import Part, Place
+from taskgraph.elastic_jobs.parts import Part, RoundId
 from taskgraph.elastic_jobs.run import Run
 from taskgraph.elastic_jobs.steps import FEW_STEPS, UNCHANGED
 from taskgraph.errors import StateError, ValueNotEncodable
@@ -68,24 +68,24 @@ class Watcher:
     def last_boundary(self, step: int, state: Any) -> None:
         pass
 
-    def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
+    def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
         self._endless = feed.is_endless
         return iter(())
 
     def tried(self, part: Part, sums: Sums) -> None:
         pass
 
-    def part(self, place: Place, part: Part) -> None:
+    def part(self, round_id: RoundId, part: Part) -> None:
         self._had_part = True
-        self._kill_if_due("part", place.step)
+        self._kill_if_due("part", round_id.step)
 
-    def computed(self, place: Place, part: Part, sums: Sums) -> None:
+    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
         if not self._run.progress.node.parts_left:
-            self._kill_if_due("sums", place.step)
+            self._kill_if_due("sums", round_id.step)
 
-    def total(self, place: Place, parts: int) -> None:
+    def total(self, round_id: RoundId, parts: int) -> None:
         for stage in ("total",) if self._had_part else ("part", "sums", "total"):
-            self._kill_if_due(stage, place.step)
+            self._kill_if_due(stage, round_id.step)
         self._had_part = False
 
     def piece(self) -> None:
@@ -127,20 +127,20 @@ class Recorder(Watcher):
     def last_boundary(self, step: int, state: Any) -> None:
         self._record.states[step] = self._run.progress.digests(state)
 
-    def trials(self, place: Place, part: Part, feed: Feed) -> Iterator[Part]:
-        super().trials(place, part, feed)
-        return self._means.trials(place, part, feed)
+    def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
+        super().trials(round_id, part, feed)
+        return self._means.trials(round_id, part, feed)
 
     def tried(self, part: Part, sums: Sums) -> None:
         self._means.tried(part, sums)
 
-    def computed(self, place: Place, part: Part, sums: Sums) -> None:
-        self._means.computed(place, part, sums)
-        if place.step == 0 and "weight" in sums.tree():
+    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
+        self._means.computed(round_id, part, sums)
+        if round_id.step == 0 and "weight" in sums.tree():
             self._trained = True
-        self._record.add_part(place, part, sums)
+        self._record.add_part(round_id, part, sums)
 
-    def total(self, place: Place, parts: int) -> None:
+    def total(self, round_id: RoundId, parts: int) -> None:
         self._means.total()
 
     def piece(self) -> None:
@@ -187,13 +187,13 @@ class Comparer(Watcher):
     def last_boundary(self, step: int, state: Any) -> None:
         self._comparison.check_state(step, self._run.progress.digests(state))
 
-    def computed(self, place: Place, part: Part, sums: Sums) -> None:
-        self._comparison.check_part(place, part, sums)
-        super().computed(place, part, sums)
+    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
+        self._comparison.check_part(round_id, part, sums)
+        super().computed(round_id, part, sums)
 
-    def total(self, place: Place, parts: int) -> None:
-        self._comparison.check_total(place)
-        super().total(place, parts)
+    def total(self, round_id: RoundId, parts: int) -> None:
+        self._comparison.check_total(round_id)
+        super().total(round_id, parts)
 
     def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         return self._comparison.check_result(call, position, piece, found)

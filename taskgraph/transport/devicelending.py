@@ -32,7 +32,7 @@ from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.transport.mappings import CannotBorrow
 
-__all__ = ["TICKET_BYTES", "DeviceBorrowing", "DeviceLending", "OpenMemory", "Ticket"]
+__all__ = ["TICKET_BYTES", "DeviceBorrowing", "DeviceLending", "DeviceTicket", "OpenMemory"]
 
 log = logging.getLogger("taskgraph.transport")
 
@@ -50,7 +50,7 @@ _IDLE_S: Final = 15.0
 """Time that memory stays open for another ticket."""
 
 
-class Ticket(NamedTuple):
+class DeviceTicket(NamedTuple):
     """A description of a lent buffer.
 
     Attributes:
@@ -70,7 +70,7 @@ class Ticket(NamedTuple):
     handle: bytes
 
     @classmethod
-    def read(cls, data: bytes | memoryview) -> Ticket:
+    def read(cls, data: bytes | memoryview) -> DeviceTicket:
         """Reads a ticket. Raises DecodeError."""
         ticket = cls(*_TICKET.unpack(data))
         if not 0 < ticket.number < _SPOILED or not 0 < ticket.memory < _SPOILED:
@@ -209,24 +209,24 @@ class DeviceBorrowing:
         return len(self._opened)
 
     @staticmethod
-    def read_tickets(value: Encoded, limit: int) -> list[Ticket]:
+    def read_tickets(value: Encoded, limit: int) -> list[DeviceTicket]:
         """Parses the tickets among the buffers of a value.
 
         Raises:
             DecodeError: no buffer is a ticket, a ticket is not valid, or the value is larger than `limit` bytes.
         """
-        found = [Ticket.read(buffer) for buffer in value.buffers if buffer.nbytes == TICKET_BYTES]
+        found = [DeviceTicket.read(buffer) for buffer in value.buffers if buffer.nbytes == TICKET_BYTES]
         size = value.size_bytes + sum(ticket.length for ticket in found)
         if not found or size > limit:
             raise DecodeError(f"{len(found)} tickets for a value of {size} bytes; the limit is {limit}")
         return found
 
-    def unopened(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+    def unopened(self, tickets: Sequence[DeviceTicket]) -> list[DeviceTicket]:
         """Returns the tickets whose memory is not open."""
         return [ticket for ticket in tickets if ticket.memory not in self._opened]
 
     @staticmethod
-    def open(tickets: Sequence[Ticket]) -> dict[int, OpenMemory]:
+    def open(tickets: Sequence[DeviceTicket]) -> dict[int, OpenMemory]:
         """Opens the memory of tickets. Call it in a thread: it waits for other processes.
 
         Raises:
@@ -251,7 +251,7 @@ class DeviceBorrowing:
             found[ticket.memory] = OpenMemory(memory.device, make_segment(memory.device, array), ticket.size, most)
         return found
 
-    def keep(self, opened: dict[int, OpenMemory], tickets: Sequence[Ticket]) -> None:
+    def keep(self, opened: dict[int, OpenMemory], tickets: Sequence[DeviceTicket]) -> None:
         """Keeps opened memory for later tickets, and closes idle memory to make room, but none that `tickets` need.
         Raises CannotBorrow if the session ended.
         """
@@ -268,7 +268,7 @@ class DeviceBorrowing:
             new.idle_since = self._clock()
             self._opened.setdefault(memory, new)  # another reply may have opened it
 
-    def take(self, value: Encoded, tickets: Sequence[Ticket]) -> EncodedOnDevice:
+    def take(self, value: Encoded, tickets: Sequence[DeviceTicket]) -> EncodedOnDevice:
         """Returns the value with buffers in open memory for its tickets. A ticket goes back when its buffer is garbage.
 
         Raises:
@@ -291,7 +291,7 @@ class DeviceBorrowing:
                 buffers.append(buffer)
         return EncodedOnDevice(value.meta, tuple(buffers), value.digest)
 
-    def give_back(self, tickets: Sequence[Ticket]) -> None:
+    def give_back(self, tickets: Sequence[DeviceTicket]) -> None:
         """Gives tickets back to the lender without reading the memory."""
         self._send_back([ticket.number for ticket in tickets])
 

@@ -38,8 +38,8 @@ __all__ = [
     "MAX_LENT",
     "OPENING_KINDS",
     "PROTOCOL_VERSION",
+    "FrameKind",
     "Head",
-    "Kind",
     "Limits",
     "OtherVersion",
     "check_head",
@@ -78,7 +78,7 @@ pack_head: Final = HEAD.pack  # a global: faster than an attribute of an importe
 _TLS_HANDSHAKE, _TLS_MAJOR = 22, 3
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """Kinds of frames. The HELLO kinds keep their numbers in every version."""
 
     HELLO_OPEN = 1
@@ -99,8 +99,8 @@ class Kind(enum.IntEnum):
     DECLINE_ON_DEVICE = 26  # no such memory can be opened here
 
 
-KINDS = {int(kind): kind for kind in Kind}
-OPENING_KINDS = (Kind.CALL, Kind.REPLY, Kind.TELL, Kind.REPLY_ON_DEVICE)
+KINDS = {int(kind): kind for kind in FrameKind}
+OPENING_KINDS = (FrameKind.CALL, FrameKind.REPLY, FrameKind.TELL, FrameKind.REPLY_ON_DEVICE)
 
 
 class OtherVersion(DecodeError):
@@ -123,7 +123,7 @@ class Head(NamedTuple):
         meta: size of the meta in the payload.
     """
 
-    kind: Kind
+    kind: FrameKind
     call: int
     header: int = 0
     buffers: int = 0
@@ -164,11 +164,11 @@ def unpack_head(data: memoryview, limits: Limits) -> Head:
     if kind in OPENING_KINDS:
         if body > min(payload, MAX_BODY_BYTES) or meta > payload:
             raise DecodeError(f"a frame with {body} bytes of body and {meta} of meta in a payload of {payload}")
-    elif kind == Kind.CHUNK:
+    elif kind == FrameKind.CHUNK:
         if header or buffers or payload or meta or not 0 < body <= min(limits.payload, MAX_BODY_BYTES):
             raise DecodeError(f"a chunk of {body} bytes, or one with a header")
     elif buffers or body or payload or meta:
-        raise DecodeError(f"a {Kind(kind).name} frame with a payload")
+        raise DecodeError(f"a {FrameKind(kind).name} frame with a payload")
     return Head(KINDS[kind], call, header, buffers, body, payload, meta)
 
 

@@ -24,7 +24,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from taskgraph.errors import DecodeError
-from taskgraph.transport.frames import PROTOCOL_VERSION, Kind, Limits
+from taskgraph.transport.frames import PROTOCOL_VERSION, FrameKind, Limits
 from taskgraph.transport.refusals import printable
 
 __all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "refusal", "token_mark"]
@@ -33,7 +33,7 @@ __all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "refusal", "
 HELLO_LIMITS = Limits(header=4096, buffers=0, payload=0)
 _NONCE_BYTES = 32
 
-Frames = list[tuple[Kind, bytes]]
+Frames = list[tuple[FrameKind, bytes]]
 
 
 def token_mark(token: bytes) -> str:
@@ -126,7 +126,7 @@ class _Hello:
         self.node = node
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._peer_nonce = b""
-        self._expected = Kind.HELLO_OPEN
+        self._expected = FrameKind.HELLO_OPEN
         self.peer = ""
         self.probe = False
         self.done = False
@@ -136,9 +136,9 @@ class _Hello:
         """Returns the nonces and, over TLS, the channel binding: what makes a proof valid for one connection only."""
         return (a, b, self.binding) if self.binding else (a, b)
 
-    def _expect(self, kind: Kind, data: bytes) -> None:
+    def _expect(self, kind: FrameKind, data: bytes) -> None:
         """Raises HelloRefused for a refusal of the peer, and DecodeError if the frame is not the next step."""
-        if kind is Kind.HELLO_REFUSE:
+        if kind is FrameKind.HELLO_REFUSE:
             why = printable(_parse(Refuse, data).why)  # the peer may be a stranger
             raise HelloRefused(why, tell=False)
         if kind is not self._expected or self.done:
@@ -151,17 +151,17 @@ class Dialling(_Hello):
     def __init__(self, token: bytes, job: str, node: str, *, probe: bool) -> None:
         super().__init__(token, job, node)
         self.probe = probe
-        self._expected = Kind.HELLO_CHALLENGE
+        self._expected = FrameKind.HELLO_CHALLENGE
 
     def open(self) -> Frames:
         """Returns the first frames of the hello, to be sent before any answer."""
-        return [(Kind.HELLO_OPEN, _pack(Open(self._job, self.node, self._nonce, self.probe)))]
+        return [(FrameKind.HELLO_OPEN, _pack(Open(self._job, self.node, self._nonce, self.probe)))]
 
     def _proof_of(self, role: bytes) -> bytes:
         """Returns the proof that the dialler or the listener has to send."""
         return _proof(self._token, role, self._job, self.node, self.peer, *self._nonces(self._nonce, self._peer_nonce))
 
-    def on_frame(self, kind: Kind, data: bytes) -> Frames:
+    def on_frame(self, kind: FrameKind, data: bytes) -> Frames:
         """Takes a frame, and returns the frames to send.
 
         Raises:
@@ -169,11 +169,11 @@ class Dialling(_Hello):
             DecodeError: the frame is not the next step of a hello.
         """
         self._expect(kind, data)
-        if kind is Kind.HELLO_CHALLENGE:
+        if kind is FrameKind.HELLO_CHALLENGE:
             challenge = _parse(Challenge, data)
             self.peer, self._peer_nonce = challenge.node, challenge.nonce
-            self._expected = Kind.HELLO_WELCOME
-            return [(Kind.HELLO_PROOF, _pack(Proof(self._proof_of(b"dialler"))))]
+            self._expected = FrameKind.HELLO_WELCOME
+            return [(FrameKind.HELLO_PROOF, _pack(Proof(self._proof_of(b"dialler"))))]
         proof = _parse(Proof, data).proof
         if not hmac.compare_digest(proof, self._proof_of(b"listener")):
             raise HelloRefused("it does not know this job's token", tell=True)
@@ -188,7 +188,7 @@ class Answering(_Hello):
         """Returns the proof that the dialler or the listener has to send."""
         return _proof(self._token, role, self._job, self.peer, self.node, *self._nonces(self._peer_nonce, self._nonce))
 
-    def on_frame(self, kind: Kind, data: bytes) -> Frames:
+    def on_frame(self, kind: FrameKind, data: bytes) -> Frames:
         """Takes a frame, and returns the frames to send.
 
         Raises:
@@ -196,15 +196,15 @@ class Answering(_Hello):
             DecodeError: the frame is not the next step of a hello.
         """
         self._expect(kind, data)
-        if kind is Kind.HELLO_OPEN:
+        if kind is FrameKind.HELLO_OPEN:
             opened = _parse(Open, data)
             if opened.job != self._job:
                 raise HelloRefused("another job's nodes listen here", tell=True)
             self.peer, self.probe, self._peer_nonce = opened.node, opened.probe, opened.nonce
-            self._expected = Kind.HELLO_PROOF
-            return [(Kind.HELLO_CHALLENGE, _pack(Challenge(self.node, self._nonce)))]
+            self._expected = FrameKind.HELLO_PROOF
+            return [(FrameKind.HELLO_CHALLENGE, _pack(Challenge(self.node, self._nonce)))]
         proof = _parse(Proof, data).proof
         if not hmac.compare_digest(proof, self._proof_of(b"dialler")):
             raise HelloRefused("wrong token", tell=True)
         self.done = True
-        return [(Kind.HELLO_WELCOME, _pack(Proof(self._proof_of(b"listener"))))]
+        return [(FrameKind.HELLO_WELCOME, _pack(Proof(self._proof_of(b"listener"))))]

@@ -22,8 +22,8 @@ from taskgraph.transport.frames import (
     MAGIC,
     MAX_LENT,
     PROTOCOL_VERSION,
+    FrameKind,
     Head,
-    Kind,
     pack_head,
     seal,
 )
@@ -110,7 +110,7 @@ class Outbox:
         """True if no frame waits to be written."""
         return not (self._small or self._in_turn or self._waiting)
 
-    def send(self, kind: Kind, call: int = 0, header: bytes = b"", value: Encoded | None = None) -> None:
+    def send(self, kind: FrameKind, call: int = 0, header: bytes = b"", value: Encoded | None = None) -> None:
         """Sends a frame, with a value if one is given, or queues it while the socket is full."""
         if self._closed:
             return
@@ -132,7 +132,7 @@ class Outbox:
             write = self.write  # Python 3.11 takes twice as long to call an attribute
             write(frame)
 
-    def send_several(self, kind: Kind, first: int, header: bytes) -> None:
+    def send_several(self, kind: FrameKind, first: int, header: bytes) -> None:
         """Sends a frame that makes several calls. `drop` of the first call does not remove it."""
         if not self._closed:
             frame = pack_head(MAGIC, PROTOCOL_VERSION, kind, first, len(header), 0, 0, 0, 0) + header
@@ -146,7 +146,7 @@ class Outbox:
         else:
             self.write(frame)
 
-    def _send_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
+    def _send_value(self, kind: FrameKind, call: int, header: bytes, value: Encoded) -> None:
         """Sends a frame with a value whose buffers are lent, or follow in chunks."""
         buffers, meta = value.buffers, len(value.meta)
         if len(buffers) == 1 and meta <= INLINE_BYTES and type(value) is Encoded:  # mostly one large array
@@ -254,7 +254,7 @@ class Outbox:
             yield large.opening
             large.opening = None
         size, pieces = large.chunk()
-        yield Head(Kind.CHUNK, large.call, body=size).pack()
+        yield Head(FrameKind.CHUNK, large.call, body=size).pack()
         yield from pieces
         if large.left:
             self._in_turn.append(large)

@@ -23,8 +23,8 @@ from taskgraph.transport.frames import (
     MAGIC,
     OPENING_KINDS,
     PROTOCOL_VERSION,
+    FrameKind,
     Head,
-    Kind,
     Limits,
     check_head,
     check_rest,
@@ -69,13 +69,13 @@ class FrameReader:
         *,
         on_open: Callable[[Head, tuple[int, ...], bytes], Incoming | None],
         on_complete: Callable[[Incoming], None],
-        on_whole: Callable[[Kind, int, tuple[int, ...], bytes, bytes, bytes], None],
+        on_whole: Callable[[FrameKind, int, tuple[int, ...], bytes, bytes, bytes], None],
         on_control: Callable[[Head, bytes], None],
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self.limits = limits
         self.checked = False
-        self._whole: dict[int, Kind] = {}
+        self._whole: dict[int, FrameKind] = {}
         self._on_open = on_open
         self._on_complete = on_complete
         self._on_whole = on_whole
@@ -105,11 +105,11 @@ class FrameReader:
         self._whole_bytes = min(_WHOLE_BYTES, limits.header, limits.payload, 8 * limits.buffers)
 
     @property
-    def whole(self) -> Collection[Kind]:
+    def whole(self) -> Collection[FrameKind]:
         return self._whole.values()
 
     @whole.setter
-    def whole(self, kinds: Collection[Kind]) -> None:
+    def whole(self, kinds: Collection[FrameKind]) -> None:
         self._whole = {_BEGINS.unpack(_BEGINNING.pack(MAGIC, PROTOCOL_VERSION, kind))[0]: kind for kind in kinds}
 
     @property
@@ -287,7 +287,7 @@ class FrameReader:
                 self._partial[head.call] = incoming
             self._sink, self._body = incoming, head.body
             self._after_body_bytes()
-        elif head.kind is Kind.CHUNK:
+        elif head.kind is FrameKind.CHUNK:
             sink = self._partial.get(head.call)
             if sink is not None and head.body > sink.missing:
                 raise DecodeError(f"a chunk of {head.body} bytes where {sink.missing} are missing")

@@ -37,8 +37,8 @@ from taskgraph.transport.frames import (
     LENT,
     MAX_BUFFERS,
     MAX_HEADER_BYTES,
+    FrameKind,
     Head,
-    Kind,
     Limits,
     OtherVersion,
 )
@@ -55,8 +55,8 @@ log = logging.getLogger("taskgraph.transport")
 
 T = TypeVar("T")
 _FOR_GOOD = b"\x01"
-_RETURN = Kind.RETURN  # a global: faster than a member of an enum
-_OF_DEVICES = (Kind.RETURN_ON_DEVICE, Kind.DECLINE_ON_DEVICE)
+_RETURN = FrameKind.RETURN  # a global: faster than a member of an enum
+_OF_DEVICES = (FrameKind.RETURN_ON_DEVICE, FrameKind.DECLINE_ON_DEVICE)
 #: High-water mark of the event loop's buffer. Larger than the kernel's buffer, so that a fast reader never waits.
 _WRITE_BUFFER_BYTES = 256 << 10
 #: Digests of larger values are checked in a thread: 4 MiB take 0.2 ms.
@@ -122,7 +122,7 @@ class Session(asyncio.BufferedProtocol):
         cut_off: the connection broke, and neither side gave a reason.
     """
 
-    _opening_kinds: ClassVar[tuple[Kind, ...]]
+    _opening_kinds: ClassVar[tuple[FrameKind, ...]]
     get_buffer: Callable[[int], memoryview]  # type: ignore[assignment]  # the argument has another name
     buffer_updated: Callable[[int], None]  # type: ignore[assignment]
 
@@ -224,14 +224,14 @@ class Session(asyncio.BufferedProtocol):
     def _on_hello_timeout(self) -> None:
         self.end(f"no hello within {self._hello_s:g} s")
 
-    def _send_hello(self, frames: list[tuple[Kind, bytes]]) -> None:
+    def _send_hello(self, frames: list[tuple[FrameKind, bytes]]) -> None:
         for kind, data in frames:
             self._outbox.send(kind, header=data)
 
     def _on_refused(self, refused: HelloRefused) -> None:
         """Ends the session after a failed hello; tells the peer why, unless the peer refused."""
         if refused.tell:
-            self._send_hello([(Kind.HELLO_REFUSE, refusal(str(refused)))])
+            self._send_hello([(FrameKind.HELLO_REFUSE, refusal(str(refused)))])
         self.end(f"the hello failed: {refused}", flush=True)
 
     def _on_control(self, head: Head, header: bytes) -> None:
@@ -242,14 +242,14 @@ class Session(asyncio.BufferedProtocol):
             self._send_hello(self._hello.on_frame(head.kind, header))
             if self._hello.done:
                 self._on_hello_done()
-        elif head.kind is Kind.GOODBYE:
+        elif head.kind is FrameKind.GOODBYE:
             self.clean = True
             self.end("it said goodbye")
-        elif head.kind is Kind.CANCEL:
+        elif head.kind is FrameKind.CANCEL:
             self._on_cancel(head.call)
-        elif head.kind is Kind.RETURN:
+        elif head.kind is FrameKind.RETURN:
             self._lending.take_returned(header)
-        elif head.kind is Kind.DECLINE:
+        elif head.kind is FrameKind.DECLINE:
             self._lending.stop(for_good=header == _FOR_GOOD)
             self._on_decline(head.call)
         elif head.kind in _OF_DEVICES:
@@ -264,8 +264,10 @@ class Session(asyncio.BufferedProtocol):
         self.open, self.peer, self.probe = True, self._hello.peer, self._hello.probe
         self._largest = self._owner.max_value_bytes
         self._reader.limits = Limits(MAX_HEADER_BYTES, MAX_BUFFERS, self._largest)
-        whole = [kind for kind in self._opening_kinds if kind is not Kind.REPLY_ON_DEVICE]  # which has to be copied yet
-        self._reader.whole = (*whole, Kind.RETURN)
+        whole = [
+            kind for kind in self._opening_kinds if kind is not FrameKind.REPLY_ON_DEVICE
+        ]  # which has to be copied yet
+        self._reader.whole = (*whole, FrameKind.RETURN)
         assert self._transport is not None
         self._outbox.write = self._transport.write  # no call in between: it writes nothing once this has ended
         if pid := peer_pid(self._transport.get_extra_info("socket")):
@@ -297,7 +299,7 @@ class Session(asyncio.BufferedProtocol):
     def _send_returned(self, leases: bytes) -> None:
         """Sends the numbers of returned leases."""
         if self.open:
-            self._outbox.send(Kind.RETURN, header=leases)
+            self._outbox.send(FrameKind.RETURN, header=leases)
 
     def _on_open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
         """Begins to receive a message of several frames; returns the `Incoming` for it, or None to skip its payload."""
@@ -330,11 +332,11 @@ class Session(asyncio.BufferedProtocol):
     def _decline(self, call: int, error: CannotBorrow) -> None:
         """Tells the peer that its lent memory cannot be opened, so that it sends bytes."""
         log.warning("memory lent by node %s cannot be opened, so bytes are sent: %s", self.peer, error)
-        self._outbox.send(Kind.DECLINE, call, _FOR_GOOD if error.for_good else b"")
+        self._outbox.send(FrameKind.DECLINE, call, _FOR_GOOD if error.for_good else b"")
         self._on_cannot_borrow(call)
 
     def _on_whole(
-        self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes
+        self, kind: FrameKind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes
     ) -> None:
         """Takes a frame with a complete message: `_on_open` and `_on_complete` in one.
 
@@ -381,11 +383,11 @@ class Session(asyncio.BufferedProtocol):
         """
         raise NotImplementedError
 
-    def _take(self, kind: Kind, call: int, message: Any) -> None:
+    def _take(self, kind: FrameKind, call: int, message: Any) -> None:
         """Handles a complete message that was admitted: serves the call, or settles the one that it answers."""
         raise NotImplementedError
 
-    def _take_whole(self, kind: Kind, call: int, message: Any) -> None:
+    def _take_whole(self, kind: FrameKind, call: int, message: Any) -> None:
         """Handles a complete message, if it is admitted."""
         if self._admit(call, type(message)):
             self._take(kind, call, message)
@@ -409,7 +411,7 @@ class Session(asyncio.BufferedProtocol):
     def _on_same_host(self) -> None:
         """Called if the peer is a process of this host."""
 
-    def _on_device(self, kind: Kind, data: bytes) -> None:
+    def _on_device(self, kind: FrameKind, data: bytes) -> None:
         """Handles a frame about lent device memory; only a session that serves calls may get one."""
         raise DecodeError(f"a {kind.name} in the wrong direction")
 
@@ -472,7 +474,7 @@ class Session(asyncio.BufferedProtocol):
         if self.open:
             self._borrowing.flush()
             self._outbox.close()
-            self._write(Head(Kind.GOODBYE, 0).pack())
+            self._write(Head(FrameKind.GOODBYE, 0).pack())
             self.clean = True
         self.end("this node said goodbye", flush=True)
 

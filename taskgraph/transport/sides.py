@@ -15,8 +15,8 @@ from taskgraph.protocol.records import name_of
 from taskgraph.transport import wire
 from taskgraph.transport.api import PendingReply
 from taskgraph.transport.calls import OpenCall, answer, answer_all_now, answer_later, answer_now, describe
-from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, OpenMemory, Ticket
-from taskgraph.transport.frames import Head, Kind
+from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, DeviceTicket, OpenMemory
+from taskgraph.transport.frames import FrameKind, Head
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.mappings import CannotBorrow
@@ -37,7 +37,7 @@ _NUMBERS: Final = 1 << 64  # call ids that fit into a head
 _BUSY_CALLS: Final = 1 << 10
 #: Tries of a call whose message or reply is in memory that cannot be opened. Bytes are sent from the second on.
 _TRIES = 4
-_REPLY: Final = Kind.REPLY  # a global: faster than a member of an enum
+_REPLY: Final = FrameKind.REPLY  # a global: faster than a member of an enum
 
 
 class _PendingCall(OpenCall):
@@ -62,7 +62,7 @@ class _PendingCall(OpenCall):
 class DialledSession(Session):
     """The side of a session that dialled its connection: this side calls, and the peer answers."""
 
-    _opening_kinds = (Kind.REPLY, Kind.REPLY_ON_DEVICE)
+    _opening_kinds = (FrameKind.REPLY, FrameKind.REPLY_ON_DEVICE)
 
     def __init__(self, owner: Owner, hello: Dialling, *, wanted: str, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
@@ -114,7 +114,7 @@ class DialledSession(Session):
             pending.session, pending.message, pending.listener = self, message, None
             pending.first, pending.number = first, number
             calls.append(pending)
-        self._outbox.send_several(Kind.CALL, first, header)
+        self._outbox.send_several(FrameKind.CALL, first, header)
         return calls
 
     def _send_call(self, pending: _PendingCall, value: Encoded | None) -> None:
@@ -123,7 +123,7 @@ class DialledSession(Session):
         header = wire.to_header(message)
         self._last_call = pending.number = pending.first = self._last_call + 1
         self._pending[pending.number] = pending
-        self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
+        self._outbox.send(FrameKind.TELL if pending.quiet else FrameKind.CALL, pending.number, header, value)
 
     def on_cancelled(self, pending: _PendingCall) -> None:
         """Forgets a call that its caller cancelled; tells the peer, if it was sent and is not quiet."""
@@ -133,7 +133,7 @@ class DialledSession(Session):
         if pending.quiet and self._outbox.idle:
             return  # it was sent
         if self._take_back(pending.number) and not pending.quiet:
-            self._outbox.send(Kind.CANCEL, pending.number)
+            self._outbox.send(FrameKind.CANCEL, pending.number)
 
     def _admit(self, call: int, cls: type) -> bool:
         if not 0 < call <= self._last_call:
@@ -148,7 +148,7 @@ class DialledSession(Session):
     def _on_no_memory(self, head: Head) -> None:
         text = f"{name_of(self._hello.node)} has no memory for a reply of {head.payload} bytes"
         self._pending.pop(head.call).fail(Refused(Reason.NO_MEMORY, text))
-        self._outbox.send(Kind.CANCEL, head.call)  # skips the rest, and returns its tickets
+        self._outbox.send(FrameKind.CANCEL, head.call)  # skips the rest, and returns its tickets
 
     def _on_cannot_borrow(self, call: int) -> None:
         self._on_decline(call)
@@ -174,7 +174,7 @@ class DialledSession(Session):
             self._send_call(pending, wire.value_of(pending.message))
 
     def _on_complete(self, incoming: Incoming) -> None:
-        if incoming.head.kind is Kind.REPLY_ON_DEVICE:
+        if incoming.head.kind is FrameKind.REPLY_ON_DEVICE:
             self._on_tickets(incoming)
             return
         pending = self._pending.pop(incoming.head.call, None)
@@ -205,7 +205,9 @@ class DialledSession(Session):
         """
         value = incoming.complete()
         if value is None:
-            raise DecodeError(f"a {type(incoming.message).__name__} without tickets in a {Kind.REPLY_ON_DEVICE.name}")
+            raise DecodeError(
+                f"a {type(incoming.message).__name__} without tickets in a {FrameKind.REPLY_ON_DEVICE.name}"
+            )
         tickets = self._devices.read_tickets(value, self._owner.max_value_bytes)
         pending = self._pending.pop(incoming.head.call, None)
         if pending is None:
@@ -217,7 +219,7 @@ class DialledSession(Session):
             self._take_from_device(pending, incoming, value, tickets)
 
     async def _open_and_take(
-        self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
+        self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[DeviceTicket]
     ) -> None:
         """Opens the memory of tickets in a thread, then takes the value; on an error, declines device memory."""
         try:
@@ -232,7 +234,7 @@ class DialledSession(Session):
             self._take_from_device(pending, incoming, value, tickets)
 
     def _take_from_device(
-        self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
+        self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[DeviceTicket]
     ) -> None:
         """Settles a call with a value in open device memory; on an error, declines device memory."""
         try:
@@ -242,7 +244,7 @@ class DialledSession(Session):
             return
         pending.settle(cast(Reply, wire.with_value(incoming.message, there)))
 
-    def _decline_device(self, pending: _PendingCall, tickets: Sequence[Ticket], error: Exception) -> None:
+    def _decline_device(self, pending: _PendingCall, tickets: Sequence[DeviceTicket], error: Exception) -> None:
         """Gives the tickets back, and sends the call again: the peer then copies its values to the host's memory."""
         text = "device memory of node %s cannot be opened, so values go by the host's memory: %s"
         if isinstance(error, CannotBorrow):
@@ -250,12 +252,12 @@ class DialledSession(Session):
         else:
             log.error(text, self.peer, error, exc_info=error)
         self._devices.give_back(tickets)
-        self._outbox.send(Kind.DECLINE_ON_DEVICE)
+        self._outbox.send(FrameKind.DECLINE_ON_DEVICE)
         self._retry(pending)
 
     def _return_tickets(self, numbers: bytes) -> None:
         if self.open:
-            self._outbox.send(Kind.RETURN_ON_DEVICE, header=numbers)
+            self._outbox.send(FrameKind.RETURN_ON_DEVICE, header=numbers)
 
     def trim(self) -> None:
         self._close_in_thread(self._devices.trim())
@@ -265,7 +267,7 @@ class DialledSession(Session):
         if opened:
             self._owner.in_thread_soon(opened.clear)
 
-    def _take_whole(self, kind: Kind, call: int, message: Reply) -> None:
+    def _take_whole(self, kind: FrameKind, call: int, message: Reply) -> None:
         pending = self._pending.get(call)
         if pending is None or kind is not _REPLY or type(message) is not REPLY_OF[type(pending.message)]:
             super()._take_whole(kind, call, message)
@@ -273,8 +275,8 @@ class DialledSession(Session):
         del self._pending[call]
         pending.settle(message)
 
-    def _take(self, kind: Kind, call: int, message: Reply) -> None:
-        if kind is not Kind.REPLY:
+    def _take(self, kind: FrameKind, call: int, message: Reply) -> None:
+        if kind is not FrameKind.REPLY:
             raise DecodeError(f"a {type(message).__name__} without tickets in a {kind.name}")
         self._pending.pop(call).settle(message)
 
@@ -291,7 +293,7 @@ class DialledSession(Session):
 class AcceptedSession(Session):
     """The side of a session that accepted its connection: the peer calls, and this side answers."""
 
-    _opening_kinds = (Kind.CALL, Kind.TELL)
+    _opening_kinds = (FrameKind.CALL, FrameKind.TELL)
 
     def __init__(self, owner: Owner, hello: Answering, *, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
@@ -323,8 +325,8 @@ class AcceptedSession(Session):
         self._resting = False
         self._pause_or_resume()
 
-    def _on_device(self, kind: Kind, data: bytes) -> None:
-        if kind is Kind.RETURN_ON_DEVICE:
+    def _on_device(self, kind: FrameKind, data: bytes) -> None:
+        if kind is FrameKind.RETURN_ON_DEVICE:
             self._devices.take_returned(data)
         else:
             self._devices.stop()
@@ -361,7 +363,7 @@ class AcceptedSession(Session):
         else:
             self._spawn(call, partial(self._receive_and_answer, incoming))
 
-    def _take(self, kind: Kind, call: int, message: Call) -> None:
+    def _take(self, kind: FrameKind, call: int, message: Call) -> None:
         if type(message) is Pull and message.count != 1:
             self._take_all(call, message)
             return
@@ -371,7 +373,7 @@ class AcceptedSession(Session):
         elif isinstance(reply, PendingReply):
             self._calls[call] = reply
             reply.listen(self._reply, call)
-        elif type(reply) is Accepted and kind is Kind.TELL:
+        elif type(reply) is Accepted and kind is FrameKind.TELL:
             del self._calls[call]
         else:
             self._reply(call, reply)
@@ -443,7 +445,7 @@ class AcceptedSession(Session):
             text = f"the reply has {value.size_bytes} bytes; max_value_bytes is {limit}"
             reply, value = Refusal(Reason.BAD_MESSAGE, text), None
         if type(value) is EncodedOnDevice:
-            value, kind = self._devices.lend(number, value), Kind.REPLY_ON_DEVICE
+            value, kind = self._devices.lend(number, value), FrameKind.REPLY_ON_DEVICE
             if value is None:
                 self._spawn(number, partial(self._stage_reply, reply))
                 return
@@ -453,7 +455,7 @@ class AcceptedSession(Session):
             log.exception("a %s cannot travel", type(reply).__name__)
             text = f"the reply cannot travel: {error}"
             header, value = wire.to_header(Refusal(Reason.BAD_MESSAGE, text)), None
-            kind = Kind.REPLY
+            kind = FrameKind.REPLY
             self._devices.take_back(number)
         self._outbox.send(kind, number, header, value)
         if (returning := self._owner.returning) and (other := returning.pop(self.peer, None)):

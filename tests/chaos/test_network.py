@@ -11,7 +11,7 @@ from chaos_kit import LIMIT_S, chaos, kill
 from etcds_kit import etcds
 from proxy_kit import proxy_to, switchboard
 
-from taskgraph.transport.frames import HEAD_BYTES, MAGIC, PROTOCOL_VERSION, Kind
+from taskgraph.transport.frames import HEAD_BYTES, MAGIC, PROTOCOL_VERSION, FrameKind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -73,7 +73,7 @@ async def test_bits_of_heads_and_headers_are_damaged_on_their_way() -> None:
         at = chunk.find(FRAME)
         while at >= 0 and what not in damaged:
             header = at + HEAD_BYTES
-            if what == "size" and chunk[at + 3] in (Kind.CALL, Kind.REPLY):
+            if what == "size" and chunk[at + 3] in (FrameKind.CALL, FrameKind.REPLY):
                 found[at + 12] ^= 1
                 damaged.append(what)
             elif what == "finish" and (report := chunk.find(b"Report", header, header + 16)) >= 0:

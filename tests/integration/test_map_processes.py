@@ -13,7 +13,7 @@ import pytest
 from cli_kit import Cli, Command
 from processes_kit import becomes, kill, running, stop
 
-from taskgraph.maps.records import Kind, RecordReader
+from taskgraph.maps.records import RecordKind, RecordReader
 
 DRIVERS = Path(__file__).parent / "drivers"
 MAPPED, SHARDED = str(DRIVERS / "mapped.py"), str(DRIVERS / "sharded.py")
@@ -33,7 +33,7 @@ def workers(cli: Cli) -> Counter[int]:
 def kept(folder: Path) -> set[str]:
     """The pieces whose results are in files."""
     records = (record for path in folder.rglob("*.results") for record in RecordReader(path).read())
-    return {str(record.piece) for record in records if record.kind == Kind.RESULT}
+    return {str(record.piece) for record in records if record.kind == RecordKind.RESULT}
 
 
 async def pids(cli: Cli, job: str) -> dict[str, int]:

@@ -45,7 +45,7 @@ from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import GoneRecord, NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, JobStatus, NodeRecord, StatusRecord
 from taskgraph.system import host
 from taskgraph.transport.endpoints import host_key
 
@@ -169,7 +169,7 @@ class Rig:
             for name in self.nodes.pids():
                 async with await self.client(name) as client:
                     found += await client.results()
-        assert (await self.status()).state == State.FINISHED
+        assert (await self.status()).state == JobStatus.FINISHED
         assert {(r.epoch) for r in found} == {self.spec.epochs}
         await self.etcd.txn(Txn(success=(Put(self.keys.collected, b"{}"),)))
         return {r.task: decode(r.value) for r in found if r.value is not None}
@@ -323,7 +323,7 @@ async def test_sigterm_hands_tasks_over(embedded_etcd: EmbeddedEtcd) -> None:
         await rig.draining(leader)
         rig.release(2)
         assert await rig.ended() == (leader, 0)
-        assert (await rig.status()).state == State.RUNNING
+        assert (await rig.status()).state == JobStatus.RUNNING
         rig.release(7)
         assert same(await rig.results(), await calm())
 
@@ -346,7 +346,7 @@ async def test_endless_compute_does_not_keep_the_process(embedded_etcd: Embedded
     async with launched(embedded_etcd, 1, stuck="thread") as rig:
         await rig.nodes.start(1)
         await becomes((rig.folder / "stuck").exists, LIMIT_S)
-        ended = StatusRecord(state=State.CANCELLED, reason="enough")
+        ended = StatusRecord(state=JobStatus.CANCELLED, reason="enough")
         await rig.etcd.txn(Txn(success=(Put(rig.keys.status, ended.to_bytes()),)))
         assert await rig.ended() == ("n1", 0)
 
@@ -434,7 +434,7 @@ async def test_node_waits_for_its_job() -> None:
     spec = JobSpec.of(load_driver(str(DRIVER))(name="later"))
     keys = Keys("later")
     old = dataclasses.replace(spec, run="an earlier one")
-    puts = (Put(keys.spec, old.to_bytes()), Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()))
+    puts = (Put(keys.spec, old.to_bytes()), Put(keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes()))
     await coordinator.txn(Txn(success=(*puts, Put(keys.collected, b"{}"))))
     waiting = asyncio.ensure_future(wait_for_job(coordinator, "later"))
     await asyncio.sleep(0)

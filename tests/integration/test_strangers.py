@@ -36,7 +36,7 @@ from taskgraph.protocol.records import EpochRecord, PrimaryRecord
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints
 from taskgraph.transport.api import Peer
-from taskgraph.transport.frames import HEAD_BYTES, Head, Kind, pack_frame
+from taskgraph.transport.frames import HEAD_BYTES, FrameKind, Head, pack_frame
 from taskgraph.transport.hello import Dialling
 from taskgraph.transport.refusals import _EVERY_S
 from taskgraph.transport.stream import MAX_STRANGERS, StreamTransport
@@ -187,12 +187,12 @@ async def replayed_hello(door: Door) -> str:
                 writer.write(frame := pack_frame(Head(kind, 0, header=len(data)), header=data))
                 said += frame
             head = await reader.readexactly(HEAD_BYTES)
-            frames = hello.on_frame(Kind(head[3]), await reader.readexactly(int.from_bytes(head[12:16], "big")))
+            frames = hello.on_frame(FrameKind(head[3]), await reader.readexactly(int.from_bytes(head[12:16], "big")))
     for _ in range(3):
         async with door.knock() as (reader, writer):
             writer.write(said)
             answer = await door.says(reader)
-            assert b"wrong token" in answer and bytes([Kind.HELLO_WELCOME]) not in answer[3:4]
+            assert b"wrong token" in answer and bytes([FrameKind.HELLO_WELCOME]) not in answer[3:4]
     return "wrong token"
 
 
@@ -200,14 +200,14 @@ async def oversized_head(door: Door) -> str:
     whole = {"header": 2**32 - 1}, {"header": 4097}
     for sizes in whole:
         async with door.knock() as (reader, writer):
-            writer.write(Head(Kind.HELLO_OPEN, 0, **sizes).pack())
+            writer.write(Head(FrameKind.HELLO_OPEN, 0, **sizes).pack())
             assert await door.says(reader) == b""
     for sizes in {"payload": 2**63}, {"buffers": 2**32 - 1}, {"payload": 1, "meta": 1}:
         async with door.knock() as (reader, writer):
-            writer.write(Head(Kind.CALL, 1, **sizes).pack())
+            writer.write(Head(FrameKind.CALL, 1, **sizes).pack())
             assert await door.says(reader) == b""
     async with door.knock() as (reader, writer):
-        writer.write(Head(Kind.CHUNK, 1, body=1 << 20).pack())
+        writer.write(Head(FrameKind.CHUNK, 1, body=1 << 20).pack())
         assert await door.says(reader) == b""
     return "a header of 4294967295 bytes; the limit is 4096"
 
@@ -215,7 +215,7 @@ async def oversized_head(door: Door) -> str:
 async def truncated_frame(door: Door) -> str:
     for cut in (1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 3):
         async with door.knock() as (reader, writer):
-            writer.write(pack_frame(Head(Kind.HELLO_OPEN, 0, header=60), header=bytes(60))[:cut])
+            writer.write(pack_frame(Head(FrameKind.HELLO_OPEN, 0, header=60), header=bytes(60))[:cut])
             if writer.can_write_eof():
                 writer.write_eof()
                 assert await door.says(reader) == b""
@@ -236,7 +236,7 @@ async def slowloris(door: Door) -> str:
         async with door.knock() as (reader, writer):
             began = time.monotonic()
             closed = asyncio.ensure_future(door.says(reader, CONNECT_S + SOON_S))
-            for byte in pack_frame(Head(Kind.HELLO_OPEN, 0, header=4000)):
+            for byte in pack_frame(Head(FrameKind.HELLO_OPEN, 0, header=4000)):
                 if closed.done():
                     break
                 with contextlib.suppress(OSError):

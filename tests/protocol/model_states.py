@@ -149,7 +149,7 @@ class Slot:
         held._stored = dict(held._stored)
         if role is not None:
             insync = twin(role.insync)
-            insync._place = dict(insync._place)
+            insync._states = dict(insync._states)
             insync._acked = {node: set(acked) for node, acked in insync._acked.items()}
             insync._current = list(insync._current)
             writes = {node: replace(write) for node, write in role.writes.items()}
@@ -169,7 +169,7 @@ def _role_key(role: Role) -> Hashable:
     return (
         role.term,
         role.revision,
-        tuple((n, insync.place(n), insync.missing(n)) for n in insync.nodes),
+        tuple((n, insync.state_of(n), insync.missing(n)) for n in insync.nodes),
         insync.current,
         tuple(sorted(insync._marked)),
         tuple((n, w.kind, None if w.done else w.decision) for n, w in sorted(role.writes.items())),

@@ -19,7 +19,7 @@ from protocol_kit import boundary, report
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.commit import Commit, Leader, Restart
-from taskgraph.protocol.insync import InSync, Place
+from taskgraph.protocol.insync import InSync, MemberState
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.records import GoneRecord, MemberRecord
 from taskgraph.protocol.takeover import Move, succession
@@ -203,7 +203,7 @@ class Steps:
 
     def begin_evict(self, node: int, other: int, task: int, slot: int, view: int) -> int | None:
         name, member, seen = self.names[node], self.names[other], self.etcd(view).view
-        if self._role(slot).insync.place(member) not in (Place.MEMBER, Place.MARKED):
+        if self._role(slot).insync.state_of(member) not in (MemberState.MEMBER, MemberState.MARKED):
             return None
         if member not in seen.members_of(task):
             return None  # its view is behind its own admission: it waits
@@ -274,7 +274,7 @@ class Steps:
         """
         name, receiver, sender = self.names[node], self.names[other], self.slot(slot).copy()
         role, committed = sender.role, sender.boundaries.committed
-        if role is None or committed is None or (role.insync.place(receiver) is None) != invited:
+        if role is None or committed is None or (role.insync.state_of(receiver) is None) != invited:
             return None
         role.insync.invite(receiver)
         missing = role.insync.missing(receiver)
@@ -294,7 +294,7 @@ class Steps:
 
     def put_own_key(self, other: int, task: int, slot: int, etcd: int) -> int | None:
         """The planted bug: a candidate that just held something puts its own member key."""
-        if self._role(slot).insync.place(self.names[other]) is not Place.CANDIDATE:
+        if self._role(slot).insync.state_of(self.names[other]) is not MemberState.CANDIDATE:
             return None
         at = self.etcd(etcd)
         put = Put(at.view.keys.member(task, self.names[other]), MemberRecord().to_bytes())

@@ -8,7 +8,7 @@ from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
 from taskgraph.protocol.messages import Encoded, Report, Stamp
-from taskgraph.protocol.records import EpochRecord, GoneRecord, NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import EpochRecord, GoneRecord, JobStatus, NodeRecord, StatusRecord
 from taskgraph.protocol.sums import encode_sum
 from taskgraph.protocol.view import JobView
 
@@ -51,7 +51,7 @@ class World:
         self.put(self.keys.spec, b"{}")
         self.put(self.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes())
         self.put(self.keys.generation, b"")
-        self.put(self.keys.status, StatusRecord(state=State.RUNNING).to_bytes())
+        self.put(self.keys.status, StatusRecord(state=JobStatus.RUNNING).to_bytes())
         self.revisions: dict[str, int] = {}
         for node in nodes:
             self.register(node)

@@ -12,7 +12,7 @@ from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.checkpointing import CheckpointCollector, files_needed, is_due, is_open, select_sparse
 from taskgraph.protocol.kv import Txn
 from taskgraph.protocol.messages import Stamp, WrittenFile
-from taskgraph.protocol.records import CheckpointRecord, MemberRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, JobStatus, MemberRecord, StatusRecord
 from taskgraph.protocol.takeover import Move, succession
 from taskgraph.protocol.view import JobView
 
@@ -420,7 +420,7 @@ ROLL_BACK_FENCES: dict[str, Callable[[World], object]] = {
     "own lease gone": lambda w: w.delete(w.keys.node("c")),
     "an epoch committed": lambda w: w.commit(),
     "another checkpoint": lambda w: advance(w, record(6)),
-    "the job ended": lambda w: w.put(w.keys.status, StatusRecord(state=State.FAILED).to_bytes()),
+    "the job ended": lambda w: w.put(w.keys.status, StatusRecord(state=JobStatus.FAILED).to_bytes()),
 }
 
 
@@ -435,7 +435,7 @@ def test_roll_back_is_fenced(world: World, change: Callable[[World], object]) ->
 
 def test_finished_job_runs_again_after_a_roll_back(world: World) -> None:
     advance(world, record(3))
-    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    world.put(world.keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes())
     lose_everybody(world)
     late = back(world, record(3))
     assert world.run(back(world, record(3))).succeeded
@@ -445,15 +445,15 @@ def test_finished_job_runs_again_after_a_roll_back(world: World) -> None:
 
 def test_collected_job_does_not_roll_back(world: World) -> None:
     advance(world, record(3))
-    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    world.put(world.keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes())
     lose_everybody(world)
     txn = back(world, record(3))
     world.put(world.keys.collected, b"{}")
     assert not world.run(txn).succeeded
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
-def test_failed_job_does_not_roll_back(world: World, state: State) -> None:
+@pytest.mark.parametrize("state", [JobStatus.FAILED, JobStatus.CANCELLED])
+def test_failed_job_does_not_roll_back(world: World, state: JobStatus) -> None:
     advance(world, record(3))
     lose_everybody(world)
     world.put(world.keys.status, StatusRecord(state=state).to_bytes())

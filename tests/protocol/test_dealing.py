@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taskgraph.errors import JobError
-from taskgraph.protocol.dealing import Ledger, Ticket, Verdict, piece_order
+from taskgraph.protocol.dealing import ErrorOutcome, QueueLedger, Ticket, piece_order
 
 HOLDERS = "abc"
 
@@ -43,7 +43,7 @@ class Audit:
 
     def __init__(self, **arguments: Any) -> None:
         self.pieces, self.passes = arguments["pieces"], arguments["passes"]
-        self.ledger = Ledger(**arguments)
+        self.ledger = QueueLedger(**arguments)
         self.given: dict[str, list[Ticket]] = {holder: [] for holder in HOLDERS}
         self.counted: Counter[tuple[int, int]] = Counter()
         self.errors: Counter[tuple[int, int]] = Counter()
@@ -60,7 +60,7 @@ class Audit:
             self.ledger.lose(holder)  # its results may still come: they are late
         elif kind == "copy":
             state = self.ledger.state()
-            self.ledger = Ledger.of(state)
+            self.ledger = QueueLedger.of(state)
             assert self.ledger.state() == state
         elif mine:
             ticket = mine.pop(which % len(mine))
@@ -76,9 +76,9 @@ class Audit:
 
     def fail(self, holder: str, ticket: Ticket) -> None:
         verdict = self.ledger.fail(holder, ticket, "ValueError")
-        if verdict is not Verdict.LATE:
+        if verdict is not ErrorOutcome.LATE:
             self.errors[ticket[:2]] += 1
-        if verdict is Verdict.SET_ASIDE:
+        if verdict is ErrorOutcome.SET_ASIDE:
             self.counted[ticket[:2]] += 1
 
     def check(self) -> None:
@@ -139,7 +139,7 @@ def pieces(tickets: list[Ticket]) -> list[tuple[int, int]]:
 
 
 def test_pieces_of_a_lost_holder_are_dealt_first() -> None:
-    ledger = Ledger(6)
+    ledger = QueueLedger(6)
     lost = ledger.deal("a", 2, 0)
     ledger.deal("b", 1, 0)
     ledger.lose("a")
@@ -149,7 +149,7 @@ def test_pieces_of_a_lost_holder_are_dealt_first() -> None:
 
 
 def test_the_next_pass_opens_when_this_one_is_done() -> None:
-    ledger = Ledger(2, passes=2)
+    ledger = QueueLedger(2, passes=2)
     first, second = ledger.deal("a", 9, 0)
     assert ledger.deal("b", 1, 0) == []
     ledger.count("a", first, 1)
@@ -159,7 +159,7 @@ def test_the_next_pass_opens_when_this_one_is_done() -> None:
 
 
 def test_with_overlap_at_most_two_passes_are_open() -> None:
-    ledger = Ledger(2, passes=None, overlap=True)
+    ledger = QueueLedger(2, passes=None, overlap=True)
     assert pieces(ledger.deal("a", 9, 0)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [counts.pass_number for counts in ledger.counts()] == [0, 1]
     ledger.count("a", Ticket(1, 0, 0), 1)
@@ -175,13 +175,13 @@ def test_passes_are_shuffled_differently_and_alike_on_all_nodes() -> None:
     assert piece_order(5, 0, 7, False) == range(5)
     assert piece_order(8, 0, 7, True) == (0, 1, 6, 7, 4, 2, 3, 5)
     assert piece_order(8, 1, 7, True) != piece_order(8, 0, 7, True) != piece_order(8, 0, 8, True)
-    ledger = Ledger(8, seed=7, shuffle=True)
+    ledger = QueueLedger(8, seed=7, shuffle=True)
     assert [ticket.piece for ticket in ledger.deal("a", 8, 0)] == [*piece_order(8, 0, 7, True)]
 
 
 def test_errors_over_the_cap_fail_the_job() -> None:
-    ledger = Ledger(1, attempts=2)
-    for attempt, verdict in (0, Verdict.AGAIN), (1, Verdict.FAIL_JOB):
+    ledger = QueueLedger(1, attempts=2)
+    for attempt, verdict in (0, ErrorOutcome.AGAIN), (1, ErrorOutcome.FAIL_JOB):
         (ticket,) = ledger.deal("a", 1, 0)
         assert ticket == (0, 0, attempt)
         assert ledger.fail("a", ticket, "ValueError: no") is verdict
@@ -189,9 +189,9 @@ def test_errors_over_the_cap_fail_the_job() -> None:
 
 
 def test_a_piece_set_aside_is_listed_and_tried_again_in_the_next_pass() -> None:
-    ledger = Ledger(2, attempts=1, on_error="set aside", passes=2)
+    ledger = QueueLedger(2, attempts=1, on_error="set aside", passes=2)
     first, second = ledger.deal("a", 2, 0)
-    assert ledger.fail("a", first, "ValueError: no") is Verdict.SET_ASIDE
+    assert ledger.fail("a", first, "ValueError: no") is ErrorOutcome.SET_ASIDE
     assert ledger.count("a", second, 1)
     assert ledger.set_aside == ((0, 0, "a", "ValueError: no"),)
     assert ledger.counts()[0] == (0, 1, 0, 0, 1, 0)
@@ -199,7 +199,7 @@ def test_a_piece_set_aside_is_listed_and_tried_again_in_the_next_pass() -> None:
 
 
 def test_a_straggler_is_dealt_again_and_its_late_result_dropped() -> None:
-    ledger = Ledger(3, straggler=3)
+    ledger = QueueLedger(3, straggler=3)
     (slow,) = ledger.deal("a", 1, 0)
     first, second = ledger.deal("b", 2, 0)
     ledger.count("b", first, 1)
@@ -215,7 +215,7 @@ def test_a_straggler_is_dealt_again_and_its_late_result_dropped() -> None:
 
 
 def test_a_straggler_whose_copy_is_lost_stays_dealt() -> None:
-    ledger = Ledger(2)
+    ledger = QueueLedger(2)
     (slow,) = ledger.deal("a", 1, 0)
     (quick,) = ledger.deal("b", 1, 0)
     ledger.count("b", quick, 1)
@@ -226,7 +226,7 @@ def test_a_straggler_whose_copy_is_lost_stays_dealt() -> None:
 
 
 def test_a_finished_piece_is_no_straggler_and_is_open_again_when_its_holder_is_lost() -> None:
-    ledger = Ledger(2, straggler=1)
+    ledger = QueueLedger(2, straggler=1)
     first, second = ledger.deal("a", 2, 0)
     assert ledger.finish("a", first, 1)
     assert ledger.unfinished == 1
@@ -247,7 +247,7 @@ def test_a_finished_piece_is_no_straggler_and_is_open_again_when_its_holder_is_l
 
 
 def test_a_claim_takes_a_piece_that_another_one_computes() -> None:
-    ledger = Ledger(2)
+    ledger = QueueLedger(2)
     (dealt, _) = ledger.deal("a", 2, 0)
     assert ledger.claim("b", 0, {0}, 1) == [dealt]
     assert ledger.finish("b", dealt, 1)
@@ -256,7 +256,7 @@ def test_a_claim_takes_a_piece_that_another_one_computes() -> None:
 
 
 def test_claimed_pieces_are_not_dealt_again() -> None:
-    ledger = Ledger(6)
+    ledger = QueueLedger(6)
     taken = ledger.claim("a", 0, {1, 4, 9}, 0)
     assert pieces(taken) == [(0, 1), (0, 4)]
     assert all(ledger.finish("a", ticket, 0) for ticket in taken)
@@ -266,7 +266,7 @@ def test_claimed_pieces_are_not_dealt_again() -> None:
 
 
 def test_the_state_is_small() -> None:
-    ledger = Ledger(100_000, shuffle=True)
+    ledger = QueueLedger(100_000, shuffle=True)
     for _ in range(500):
         for ticket in ledger.deal("a", 100, 0):
             ledger.count("a", ticket, 0)
@@ -275,7 +275,7 @@ def test_the_state_is_small() -> None:
 
 
 def test_events_cost_microseconds() -> None:
-    ledger, began = Ledger(100_000), time.thread_time()
+    ledger, began = QueueLedger(100_000), time.thread_time()
     while tickets := ledger.deal("a", 50, 0):
         for ticket in tickets:
             ledger.count("a", ticket, 0)
@@ -295,4 +295,4 @@ def test_events_cost_microseconds() -> None:
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(JobError, match=says):
-        Ledger(**{"pieces": 1, **arguments})
+        QueueLedger(**{"pieces": 1, **arguments})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from taskgraph.protocol.elastic.actions import Contribution
-from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.flush import FlushReport
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Worker
@@ -16,7 +16,7 @@ def test_worker_names_whom_it_waits_for() -> None:
     assert worker.awaited == ()
     worker.read_view(view)
     assert worker.awaited == ("B",)  # its report
-    worker.report("B", view, Report(0, whole=True))
+    worker.report("B", view, FlushReport(0, whole=True))
     assert worker.awaited == ()
     worker.begin(2, b"")
     assert worker.awaited == ("B",)  # its part
@@ -29,7 +29,7 @@ def test_late_message_of_an_excluded_worker_holds_nothing_up() -> None:
     worker, view = Worker("A", whole=True), first.without({"C"})
     worker.enter(0)
     worker.read_view(view)
-    worker.report("B", view, Report(0, whole=True))
+    worker.report("B", view, FlushReport(0, whole=True))
     worker.note_holds("C", 0, 0)  # of the view before
     worker.begin(2, b"")
     worker.contribution("B", Contribution(1, 0, (Span(1, 2),), b""))

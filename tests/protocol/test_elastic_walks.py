@@ -11,8 +11,8 @@ from elastic_kit import Broken, Message, Peer, SliceSum, World, walk
 from taskgraph.protocol.elastic import actions, flush, worker
 from taskgraph.protocol.elastic.actions import Contribution
 from taskgraph.protocol.elastic.exchange import Exchange
-from taskgraph.protocol.elastic.flush import Outcome, Report
-from taskgraph.protocol.elastic.round import Round
+from taskgraph.protocol.elastic.flush import FlushOutcome, FlushReport
+from taskgraph.protocol.elastic.round import PositionAtWork
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Phase, Worker
@@ -63,11 +63,11 @@ def total_completed_without_a_worker(patch: pytest.MonkeyPatch) -> None:
 
 
 def flush_ends_without_all_reports(patch: pytest.MonkeyPatch) -> None:
-    def hear(self: Worker, name: str, report: Report) -> None:
+    def hear(self: Worker, name: str, report: FlushReport) -> None:
         _take_report(self, name, report)
         if self.phase == Phase.FLUSHING and len(self._reports) * 2 > len(self.view.workers):  # type: ignore[union-attr]
             for other in self.view.workers:  # type: ignore[union-attr]
-                self._reports.setdefault(other, Report(self.position, False))
+                self._reports.setdefault(other, FlushReport(self.position, False))
             _take_report(self, name, report)
 
     patch.setattr(Worker, "_take_report", hear)
@@ -80,7 +80,7 @@ def reports_before_it_stops(patch: pytest.MonkeyPatch) -> None:
         if self.phase == Phase.WORKING and view.number > max(self.view.number, reported.get(id(self), -1)):  # type: ignore[union-attr]
             reported[id(self)] = view.number
             held = self._round.own.union(*self._round.exchange.received.values())
-            self._actions.append(actions.SendReport(view, Report(self.position, self.whole, tuple(sorted(held)))))
+            self._actions.append(actions.SendReport(view, FlushReport(self.position, self.whole, tuple(sorted(held)))))
             return
         _read_view(self, view)
 
@@ -97,25 +97,25 @@ def partial_of_an_old_view_is_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_parts_of_other_sources(patch: pytest.MonkeyPatch) -> None:
-    def keep(self: Round, outcome: Outcome) -> tuple[Span, ...]:
+    def keep(self: PositionAtWork, outcome: FlushOutcome) -> tuple[Span, ...]:
         own = set(self.own)
         _keep(self, outcome)
         self.own = own
         return ()
 
-    patch.setattr(Round, "keep", keep)
+    patch.setattr(PositionAtWork, "keep", keep)
 
 
 def newcomer_counts_as_survivor(patch: pytest.MonkeyPatch) -> None:
-    def anyone(view: View, reports: dict[str, Report]) -> Outcome | None:
-        return _settle(view, {w: Report(r.position, True, r.held, r.begun) for w, r in reports.items()})
+    def anyone(view: View, reports: dict[str, FlushReport]) -> FlushOutcome | None:
+        return _settle(view, {w: FlushReport(r.position, True, r.held, r.begun) for w, r in reports.items()})
 
     patch.setattr(worker, "settle", anyone)
     patch.setattr("elastic_kit.NEWCOMERS_PROPOSE", True)
 
 
 def newcomer_is_whole_before_it_holds_the_totals(patch: pytest.MonkeyPatch) -> None:
-    def hear(self: Worker, name: str, report: Report) -> None:
+    def hear(self: Worker, name: str, report: FlushReport) -> None:
         _take_report(self, name, report)
         if self._outcome is not None:
             self.whole = True
@@ -148,10 +148,10 @@ def worker_returns_under_an_old_entry(patch: pytest.MonkeyPatch) -> None:
 
 
 def held_parts_are_dealt_too(patch: pytest.MonkeyPatch) -> None:
-    def deal(self: Outcome, parts: int) -> dict[str, tuple[int, ...]]:
+    def deal(self: FlushOutcome, parts: int) -> dict[str, tuple[int, ...]]:
         return flush._dealt(range(parts), self.dealt_to)
 
-    patch.setattr(Outcome, "deal", deal)
+    patch.setattr(FlushOutcome, "deal", deal)
 
 
 def total_is_dropped_when_complete(patch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ _covered, _take_report, _read_view, _contribution = (
     Worker.read_view,
     Worker.contribution,
 )
-_keep, _settle = Round.keep, flush.settle
+_keep, _settle = PositionAtWork.keep, flush.settle
 
 PLANTS: dict[Plant, int] = {
     total_completed_without_a_worker: 37,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol_kit import World, node_record
 
-from taskgraph.protocol.failure_detector import FailureDetector, State
+from taskgraph.protocol.failure_detector import FailureDetector, NodeState
 
 TTL_S = 3.0
 ALL = frozenset({"a", "b", "c"})
@@ -16,13 +16,13 @@ def detector(world: World) -> FailureDetector:
     return found
 
 
-def states(found: FailureDetector) -> list[State]:
+def states(found: FailureDetector) -> list[NodeState]:
     return [found.state(node) for node in sorted(ALL)]
 
 
 def test_registered_nodes_are_alive() -> None:
     found = detector(World(*ALL))
-    assert states(found) == [State.ALIVE] * 3
+    assert states(found) == [NodeState.ALIVE] * 3
     assert not found.suspects
 
 
@@ -31,12 +31,12 @@ def test_absent_node_is_suspected_and_overdue_after_a_time() -> None:
     found = detector(world)
     world.delete(world.keys.node("b"))
     found.read_view(world.view(), ALL, 1.0)
-    assert found.suspects == {"b"} and found.state("b") == State.ABSENT
+    assert found.suspects == {"b"} and found.state("b") == NodeState.ABSENT
     assert found.overdue(world.view(), 5.9, 5.0) == []
     assert found.overdue(world.view(), 6.0, 5.0) == ["b"]
     world.register("b")
     found.read_view(world.view(), ALL, 7.0)
-    assert found.state("b") == State.ALIVE
+    assert found.state("b") == NodeState.ALIVE
 
 
 def test_node_without_tasks_may_be_absent() -> None:
@@ -68,7 +68,7 @@ def test_refusing_node_is_suspected_until_it_answers() -> None:
     found = detector(world)
     found.port_refused("b", 1.0)
     found.read_view(world.view(), ALL, 1.0)
-    assert found.suspects == {"b"} and found.state("b") == State.REFUSING
+    assert found.suspects == {"b"} and found.state("b") == NodeState.REFUSING
     assert not found.port_counts("b")
     assert found.proved_alive("b", trusted=False)
     found.read_view(world.view(), ALL, 1.1)
@@ -94,10 +94,10 @@ def test_expired_lease_counts_while_its_key_is_there() -> None:
     lease = world.view().nodes["b"].record.lease
     found.lease_changed("b", lease, ended=True)
     found.read_view(world.view(), ALL, 1.0)
-    assert found.suspects == {"b"} and found.state("b") == State.EXPIRED
+    assert found.suspects == {"b"} and found.state("b") == NodeState.EXPIRED
     world.put(world.keys.node("b"), node_record("b", lease=lease + 1).to_bytes())
     found.read_view(world.view(), ALL, 2.0)
-    assert found.state("b") == State.ALIVE, "it has another lease now"
+    assert found.state("b") == NodeState.ALIVE, "it has another lease now"
     found.lease_changed("b", lease + 1, ended=True)
     found.lease_changed("b", lease + 1, ended=False)
     found.read_view(world.view(), ALL, 3.0)
@@ -109,7 +109,7 @@ def test_gone_node_stays_suspected_whatever_it_does() -> None:
     found = detector(world)
     world.die("b")
     assert found.read_view(world.view(), ALL, 1.0)
-    assert found.gone == {"b"} and found.state("b") == State.GONE and "b" in found.suspects
+    assert found.gone == {"b"} and found.state("b") == NodeState.GONE and "b" in found.suspects
     found.proved_alive("b", trusted=True)
     assert not found.read_view(world.view(), ALL, 2.0), "nothing changed"
     assert "b" in found.suspects
@@ -123,7 +123,7 @@ def test_worker_that_does_not_answer_is_silent_after_a_ttl() -> None:
     assert found.find_silent(2.9, 0.6) == []
     assert found.find_silent(3.0, 0.6) == ["b"]
     found.read_view(world.view(), ALL, 3.0)
-    assert found.suspects == {"b"} and found.state("b") == State.SILENT
+    assert found.suspects == {"b"} and found.state("b") == NodeState.SILENT
     assert found.find_silent(3.05, 0.6) == [], "it is known"
     found.heard("b", 3.1)
     found.find_silent(3.1, 0.6)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from taskgraph.protocol.insync import InSync, Place
+from taskgraph.protocol.insync import InSync, MemberState
 
 K0, K1, K2 = (0, 1, 1), (1, 1, 1), (2, 1, 1)
 
@@ -39,7 +39,7 @@ def test_single_primary_needs_no_acknowledgement() -> None:
 def test_members_read_by_a_take_over_must_acknowledge_everything() -> None:
     insync = InSync(["c", "b"])
     insync.add(K0)
-    assert insync.place("b") is Place.MEMBER
+    assert insync.state_of("b") is MemberState.MEMBER
     assert insync.waits_for(K0) == ("b", "c")
     insync.acknowledge("b", K0)
     assert insync.waits_for(K0) == ("c",)
@@ -55,7 +55,7 @@ def test_member_owes_later_boundaries_only() -> None:
 
 def test_candidate_is_not_waited_for() -> None:
     insync = candidate(K0)
-    assert insync.place("b") is Place.CANDIDATE
+    assert insync.state_of("b") is MemberState.CANDIDATE
     assert insync.waits_for(K0) == ()
     assert insync.missing("b") == (K0,)
     insync.acknowledge("b", K0)
@@ -84,7 +84,7 @@ def test_from_the_admitting_write_on_a_new_boundary_waits_for_the_node() -> None
     assert insync.waits_for(K1) == ("b",), "the write may exist: the node may take over"
     assert insync.count_holders(K0) == 1, "but it does not count before the write is known"
     insync.admitted("b", True)
-    assert insync.place("b") is Place.MEMBER
+    assert insync.state_of("b") is MemberState.MEMBER
     assert insync.waits_for(K1) == ("b",)
     assert insync.count_holders(K0) == 2
 
@@ -95,7 +95,7 @@ def test_admission_known_to_have_failed_makes_it_a_candidate_again() -> None:
     insync.admitting("b")
     insync.add(K1)
     insync.admitted("b", False)
-    assert insync.place("b") is Place.CANDIDATE
+    assert insync.state_of("b") is MemberState.CANDIDATE
     assert insync.waits_for(K1) == ()
     assert not insync.may_admit("b")
     insync.acknowledge("b", K1)
@@ -106,10 +106,10 @@ def test_until_the_evicting_write_is_known_the_node_is_waited_for() -> None:
     insync = member("b")
     insync.add(K1)
     insync.evicting("b")
-    assert insync.place("b") is Place.EVICTING
+    assert insync.state_of("b") is MemberState.EVICTING
     assert insync.waits_for(K1) == ("b",)
     insync.evicted("b", True)
-    assert insync.place("b") is None
+    assert insync.state_of("b") is None
     assert insync.waits_for(K1) == ()
     assert insync.missing("b") == ()
 
@@ -118,14 +118,14 @@ def test_eviction_known_to_have_failed_makes_it_a_member_again() -> None:
     insync = member("b")
     insync.evicting("b")
     insync.evicted("b", False)
-    assert insync.place("b") is Place.MEMBER
+    assert insync.state_of("b") is MemberState.MEMBER
     assert insync.count_holders(K0) == 2
 
 
 def test_marked_node_must_acknowledge() -> None:
     insync = InSync(["b"], marked=["c"])
     insync.add(K0)
-    assert insync.place("c") is Place.MARKED
+    assert insync.state_of("c") is MemberState.MARKED
     assert insync.waits_for(K0) == ("b", "c")
     insync.acknowledge("b", K0)
     insync.acknowledge("c", K0)
@@ -133,7 +133,7 @@ def test_marked_node_must_acknowledge() -> None:
     assert insync.members() == ("b",)
     assert not insync.drop_candidate("c")
     insync.invite("c")
-    assert insync.place("c") is Place.MARKED
+    assert insync.state_of("c") is MemberState.MARKED
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -147,7 +147,7 @@ def test_marked_node_is_admitted_again(written: bool) -> None:
     insync.add(K1)
     assert insync.waits_for(K1) == ("c",)
     insync.admitted("c", written)
-    assert insync.place("c") is (Place.MEMBER if written else Place.MARKED)
+    assert insync.state_of("c") is (MemberState.MEMBER if written else MemberState.MARKED)
     assert insync.waits_for(K1) == ("c",)
 
 
@@ -158,7 +158,7 @@ def test_marked_node_counts_until_evicted_again(written: bool) -> None:
     insync.evicting("c")
     assert insync.waits_for(K0) == ("c",)
     insync.evicted("c", written)
-    assert insync.place("c") is (None if written else Place.MARKED)
+    assert insync.state_of("c") is (None if written else MemberState.MARKED)
     assert insync.waits_for(K0) == (() if written else ("c",))
 
 
@@ -174,14 +174,14 @@ def test_evicted_node_may_be_invited_again_and_owes_everything() -> None:
     insync.evicting("b")
     insync.evicted("b", True)
     insync.invite("b")
-    assert insync.place("b") is Place.CANDIDATE
+    assert insync.state_of("b") is MemberState.CANDIDATE
     assert insync.missing("b") == (K0,)
 
 
 def test_invitation_keeps_known_states() -> None:
     insync = member("b")
     insync.invite("b")
-    assert insync.place("b") is Place.MEMBER
+    assert insync.state_of("b") is MemberState.MEMBER
 
 
 def test_only_a_candidate_is_dismissed() -> None:
@@ -250,7 +250,7 @@ def test_eviction_clears_the_mark() -> None:
     insync.acknowledge("c", K0)
     insync.admitting("c")
     insync.admitted("c", False)
-    assert insync.place("c") is Place.CANDIDATE
+    assert insync.state_of("c") is MemberState.CANDIDATE
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -261,23 +261,23 @@ def test_steady_while_all_nodes_are_members(seed: int) -> None:
     nodes = ["a", "b", "c", "m"]
     seen = set()
     for step in range(200):
-        node, place = rng.choice(nodes), insync.place
-        if place(node) is None:
+        node, state_of = rng.choice(nodes), insync.state_of
+        if state_of(node) is None:
             insync.invite(node)
-        elif place(node) is Place.CANDIDATE and rng.random() < 0.2:
+        elif state_of(node) is MemberState.CANDIDATE and rng.random() < 0.2:
             insync.drop_candidate(node)
         elif insync.may_admit(node) and rng.random() < 0.7:
             insync.admitting(node)
-        elif place(node) is Place.ADMITTING:
+        elif state_of(node) is MemberState.ADMITTING:
             insync.admitted(node, rng.random() < 0.8)
-        elif place(node) in (Place.MEMBER, Place.MARKED) and rng.random() < 0.3:
+        elif state_of(node) in (MemberState.MEMBER, MemberState.MARKED) and rng.random() < 0.3:
             insync.evicting(node)
-        elif place(node) is Place.EVICTING:
+        elif state_of(node) is MemberState.EVICTING:
             insync.evicted(node, rng.random() < 0.7)
         else:
             insync.acknowledge(node, K0)
-        places = [place(node) for node in insync.nodes]
-        assert insync.only_members == all(one is Place.MEMBER for one in places), f"step {step}"
+        places = [state_of(node) for node in insync.nodes]
+        assert insync.only_members == all(one is MemberState.MEMBER for one in places), f"step {step}"
         assert [insync.are_all_members(count) for count in range(5)] == [
             insync.only_members and count == len(places) for count in range(5)
         ]

@@ -16,7 +16,7 @@ from protocol_kit import JOB
 from taskgraph.protocol import insync, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.commit import Leader
-from taskgraph.protocol.insync import InSync, Place
+from taskgraph.protocol.insync import InSync, MemberState
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.records import EpochRecord
@@ -115,7 +115,7 @@ def test_merged_states_reach_the_same(model: Model) -> None:
 
 
 def test_violation_shows_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    places_that_count(Place.MEMBER)(monkeypatch)
+    places_that_count(MemberState.MEMBER)(monkeypatch)
     with pytest.raises(Violation) as broken:
         explore(Model(1, "ab", Budget(epochs=1)), limit=LIMIT)
     assert str(broken.value).split("\n  ") == [
@@ -136,7 +136,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 KEYS = Keys(JOB)
 
 
-def places_that_count(*left_out: Place) -> Patch:
+def places_that_count(*left_out: MemberState) -> Patch:
     return lambda patch: patch.setattr(insync, "_MUST_ACKNOWLEDGE", insync._MUST_ACKNOWLEDGE - set(left_out))
 
 
@@ -244,7 +244,7 @@ def freed_on_a_hint(original: Callable[..., None], self: Boundaries, boundary: B
 def only_the_committed(original: Callable[..., tuple[Any, ...]], self: InSync, node: str) -> tuple[Any, ...]:
     """A candidate is offered, and admitted with, no pending boundary."""
     lacking = original(self, node)
-    return tuple(key for key in lacking if self.place(node) is not Place.CANDIDATE or key == self.current[0])
+    return tuple(key for key in lacking if self.state_of(node) is not MemberState.CANDIDATE or key == self.current[0])
 
 
 def nobody(self: InSync, key: Any) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ RULES: dict[str, tuple[Patch, Model]] = {
         Model(1, "ab", Budget(epochs=2, restarts=2)),
     ),
     # boundaries
-    "members must acknowledge": (places_that_count(Place.MEMBER), ONE),
+    "members must acknowledge": (places_that_count(MemberState.MEMBER), ONE),
     "a task is done when its members hold the boundary": (
         lambda patch: patch.setattr(InSync, "waits_for", nobody),
         ONE,
@@ -308,9 +308,12 @@ RULES: dict[str, tuple[Patch, Model]] = {
     # admissions and evictions
     "a candidate does not put its own member key": (lambda _: None, replace(ONE, plants=Plants(joiner_puts_key=True))),
     "a candidate holds the pending boundary, too": (changed(InSync, "missing", only_the_committed), ONE),
-    "a node that may be a member by now must acknowledge": (places_that_count(Place.ADMITTING), ONE),
+    "a node that may be a member by now must acknowledge": (places_that_count(MemberState.ADMITTING), ONE),
     "an admission compares the primary": (without_compare("admit", "/primary"), Model(1, "abc", JOINS)),
-    "a node whose eviction is not known must acknowledge": (places_that_count(Place.EVICTING), Model(1, "abc", EVICTS)),
+    "a node whose eviction is not known must acknowledge": (
+        places_that_count(MemberState.EVICTING),
+        Model(1, "abc", EVICTS),
+    ),
     "an eviction compares the primary": (without_compare("evict", "/primary"), Model(1, "abc", EVICTS)),
     "an eviction compares the epoch": (without_compare("evict", "epoch"), Model(1, "abc", EVICTS)),
     "an answer to a gone term is forgotten": (

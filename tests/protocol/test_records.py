@@ -12,20 +12,20 @@ from taskgraph.protocol.keys import Keys, jobs_prefix
 from taskgraph.protocol.records import (
     EpochRecord,
     GoneRecord,
+    JobStatus,
     MemberRecord,
     PrimaryRecord,
     Record,
     RunningCode,
-    State,
     StatusRecord,
     name_of,
 )
 
 RECORDS = [
     EpochRecord(epoch=3, attempt=7, writer="n:1"),
-    StatusRecord(state=State.RUNNING, writer="n:2"),
+    StatusRecord(state=JobStatus.RUNNING, writer="n:2"),
     StatusRecord(
-        state=State.FAILED, reason="ü\n", task=0, epoch=4, where="update", traceback='File "x"\n', writer="n:3"
+        state=JobStatus.FAILED, reason="ü\n", task=0, epoch=4, where="update", traceback='File "x"\n', writer="n:3"
     ),
     node_record("n1", draining=True),
     GoneRecord(reason="killed", writer="launcher"),

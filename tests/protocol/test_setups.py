@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol_kit import World, node_record
 
-from taskgraph.protocol.records import EpochRecord, State, StatusRecord
+from taskgraph.protocol.records import EpochRecord, JobStatus, StatusRecord
 from taskgraph.protocol.setups import can_job_continue
 
 
@@ -61,5 +61,5 @@ def test_failure_before_the_first_commit(world: World) -> None:
     world.put(world.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes())
     assert not goes_on(world)
     world.put(world.keys.epoch, EpochRecord(epoch=3, attempt=1).to_bytes())
-    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    world.put(world.keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes())
     assert not goes_on(world)

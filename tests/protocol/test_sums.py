@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.protocol.messages import LedgerEntry
-from taskgraph.protocol.sums import Conflict, Kind, Ledger, explain, identity, total
+from taskgraph.protocol.sums import Conflict, Kind, MessageLedger, explain, identity, total
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -58,7 +58,7 @@ def test_identity_stays_what_it_is() -> None:
 @given(st.lists(entry, max_size=30), st.randoms(use_true_random=False))
 def test_sums_agree_whatever_the_order_and_however_often(entries: list[tuple], rnd: random.Random) -> None:
     unique = {e[:4]: e for e in entries}
-    ledgers = {t: Ledger() for t in range(5)}
+    ledgers = {t: MessageLedger() for t in range(5)}
     for e in unique.values():
         ledgers[e[1]].count_sent(*e)
     arriving = list(unique.values()) * 2
@@ -69,7 +69,7 @@ def test_sums_agree_whatever_the_order_and_however_often(entries: list[tuple], r
     assert explain({t: x.entries() for t, x in ledgers.items()}) == []
     if unique:
         lost = next(iter(unique.values()))
-        other = Ledger()
+        other = MessageLedger()
         for e in unique.values():
             if e[2] == lost[2] and e is not lost:
                 other.count_received(*e)
@@ -78,7 +78,7 @@ def test_sums_agree_whatever_the_order_and_however_often(entries: list[tuple], r
 
 
 def test_counts_an_identity_once() -> None:
-    ledger = Ledger()
+    ledger = MessageLedger()
     assert ledger.count_sent("item", 0, 1, "x", A) is True
     before = ledger.sent_sum
     assert ledger.count_sent("item", 0, 1, "x", A) is False
@@ -88,7 +88,7 @@ def test_counts_an_identity_once() -> None:
 
 
 def test_empty_digest_counts_once_too() -> None:
-    ledger = Ledger()
+    ledger = MessageLedger()
     assert not ledger.has_received("flag", 0, 1, "")
     assert [ledger.count_received("flag", 0, 1, "", b"") for _ in range(3)] == [True, False, False]
     assert ledger.received_sum == identity("flag", 0, 1, "", b"")
@@ -98,7 +98,7 @@ def test_empty_digest_counts_once_too() -> None:
 
 @pytest.mark.parametrize("side", ["sent", "received"])
 def test_another_content_of_the_same_identity_is_a_conflict(side: str) -> None:
-    ledger = Ledger()
+    ledger = MessageLedger()
     add = getattr(ledger, f"count_{side}")
     add("request", 0, 1, "push#0", A)
     sums = ledger.sent_sum, ledger.received_sum
@@ -119,7 +119,7 @@ def test_another_content_of_the_same_identity_is_a_conflict(side: str) -> None:
 
 
 def test_task_may_send_to_itself() -> None:
-    ledger = Ledger()
+    ledger = MessageLedger()
     ledger.count_sent("item", 2, 2, "x", A)
     ledger.count_received("item", 2, 2, "x", A)
     assert ledger.sent_sum == ledger.received_sum != 0
@@ -128,7 +128,7 @@ def test_task_may_send_to_itself() -> None:
 
 def test_sum_wraps() -> None:
     sums = [identity("item", 0, 1, str(i), A) for i in range(100)]
-    ledger = Ledger()
+    ledger = MessageLedger()
     for i in range(100):
         ledger.count_sent("item", 0, 1, str(i), A)
     assert ledger.sent_sum == sum(sums) % 2**128 == total(sums)

@@ -10,7 +10,7 @@ from protocol_kit import RUN, World, node_record
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import CheckpointRecord, GoneRecord, MemberRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, JobStatus, MemberRecord, StatusRecord
 from taskgraph.protocol.view import JobView
 
 
@@ -83,7 +83,7 @@ def _restart(world: World, view: JobView) -> Txn:
 
 
 def _fail(world: World, view: JobView) -> Txn:
-    return transactions.fail(view, StatusRecord(state=State.FAILED, writer=world.writer()))
+    return transactions.fail(view, StatusRecord(state=JobStatus.FAILED, writer=world.writer()))
 
 
 def _declare_gone(world: World, view: JobView) -> Txn:
@@ -403,7 +403,7 @@ def test_last_commit_finishes_the_job_in_the_same_revision(world: World) -> None
     view = world.view()
     assert view.epoch is not None
     assert view.status is not None
-    assert view.status.record.state == State.FINISHED
+    assert view.status.record.state == JobStatus.FINISHED
     assert view.status.mod_revision == view.epoch.mod_revision
 
 
@@ -422,8 +422,8 @@ def test_restart_keeps_the_epoch_and_raises_the_attempt(world: World) -> None:
 
 def test_failing_keeps_the_first_word(world: World) -> None:
     view = world.view()
-    assert world.run(transactions.fail(view, StatusRecord(state=State.FAILED, reason="first"))).succeeded
-    assert not world.run(transactions.fail(view, StatusRecord(state=State.FAILED, reason="second"))).succeeded
+    assert world.run(transactions.fail(view, StatusRecord(state=JobStatus.FAILED, reason="first"))).succeeded
+    assert not world.run(transactions.fail(view, StatusRecord(state=JobStatus.FAILED, reason="second"))).succeeded
     status = world.view().status
     assert status is not None
     assert status.record.reason == "first"
@@ -433,7 +433,7 @@ def test_failing_takes_fences_of_its_own(world: World) -> None:
     view = world.view()
     fence = transactions._primary_fences(view, 1, view.primaries[1].mod_revision, "a", world.revisions["a"])
     world.take_over(1, "b")
-    assert not world.run(transactions.fail(view, StatusRecord(state=State.FAILED), fence)).succeeded
+    assert not world.run(transactions.fail(view, StatusRecord(state=JobStatus.FAILED), fence)).succeeded
 
 
 @pytest.mark.parametrize("make", [_commit, _evict, _restart, _take_over], ids=lambda make: make.__name__[1:])
@@ -528,7 +528,7 @@ def checkpointed(world: World) -> None:
 
 
 def test_lost_state_fails_the_job_only_while_it_is_lost(world: World) -> None:
-    status = StatusRecord(state=State.FAILED, reason="lost")
+    status = StatusRecord(state=JobStatus.FAILED, reason="lost")
     lost(world, "a")
     assert not world.run(transactions.fail_lost(world.view(), 0, status)).succeeded, "b still holds it"
     lost(world, "b")
@@ -539,26 +539,28 @@ def test_lost_state_fails_the_job_only_while_it_is_lost(world: World) -> None:
     assert world.run(transactions.fail_lost(world.view(), 0, status)).succeeded
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.FINISHED])
-def test_lost_state_is_nothing_to_a_job_that_has_ended(world: World, state: State) -> None:
+@pytest.mark.parametrize("state", [JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.FINISHED])
+def test_lost_state_is_nothing_to_a_job_that_has_ended(world: World, state: JobStatus) -> None:
     """Its view said so already: the reason for which it had ended was overwritten with another."""
     lost(world, "a", "b")
     world.put(world.keys.status, StatusRecord(state=state, reason="the first").to_bytes())
     world.put(world.keys.collected, b"{}")
     with pytest.raises(LookupError, match="the job has ended"):
-        transactions.fail_lost(world.view(), 0, StatusRecord(state=State.FAILED, reason="lost"))
+        transactions.fail_lost(world.view(), 0, StatusRecord(state=JobStatus.FAILED, reason="lost"))
 
 
 def test_results_that_are_lost_before_they_were_collected_fail_the_job(world: World) -> None:
     lost(world, "a", "b")
-    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
-    assert world.run(transactions.fail_lost(world.view(), 0, StatusRecord(state=State.FAILED, reason="lost"))).succeeded
+    world.put(world.keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes())
+    assert world.run(
+        transactions.fail_lost(world.view(), 0, StatusRecord(state=JobStatus.FAILED, reason="lost"))
+    ).succeeded
 
 
 def test_collected_job_loses_nothing(world: World) -> None:
     lost(world, "a")
     lost(world, "b")
-    txn = transactions.fail_lost(world.view(), 0, StatusRecord(state=State.FAILED, reason="lost"))
+    txn = transactions.fail_lost(world.view(), 0, StatusRecord(state=JobStatus.FAILED, reason="lost"))
     world.run(Txn(success=(Put(world.keys.collected, b"{}"),)))
     assert not world.run(txn).succeeded
 

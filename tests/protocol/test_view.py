@@ -15,9 +15,9 @@ from taskgraph.protocol.records import (
     CheckpointRecord,
     EpochRecord,
     GoneRecord,
+    JobStatus,
     PrimaryRecord,
     RunningCode,
-    State,
     StatusRecord,
 )
 from taskgraph.protocol.view import JobView, StaleListing
@@ -137,7 +137,7 @@ def test_evicted_member_is_in_sync_until_the_next_commit() -> None:
 
 def test_status_that_is_not_running() -> None:
     world = World("a")
-    world.put(world.keys.status, StatusRecord(state=State.FAILED, reason="x").to_bytes())
+    world.put(world.keys.status, StatusRecord(state=JobStatus.FAILED, reason="x").to_bytes())
     assert not world.view().running
 
 
@@ -203,7 +203,7 @@ def test_deleted_job_misses_no_key() -> None:
 def test_ended_job_misses_no_key() -> None:
     world = World("a")
     world.first(0, "a")
-    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    world.put(world.keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes())
     world.put(world.keys.collected, b"{}")
     view = world.view()
     world.delete(world.keys.primary(0))
@@ -214,14 +214,14 @@ def test_new_run_replaces_the_old_one() -> None:
     """Also one whose results nobody had collected; its watchers hear of all of that at once, or list it."""
     world = World("a")
     world.first(0, "a")
-    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    world.put(world.keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes())
     watching, reading = world.view(), world.view()
     begun = Txn(
         success=(
             Delete(world.keys.tasks, prefix=True),
             Put(world.keys.spec, b"another"),
             Put(world.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes()),
-            Put(world.keys.status, StatusRecord(state=State.RUNNING).to_bytes()),
+            Put(world.keys.status, StatusRecord(state=JobStatus.RUNNING).to_bytes()),
         )
     )
     world.run(begun)
@@ -364,7 +364,7 @@ def test_view_of_one_run_ignores_others(listed: bool) -> None:
                 Put(world.keys.epoch, EpochRecord(epoch=0, attempt=1, writer="again").to_bytes()),
                 Put(world.keys.spec, b'{"run": "again"}'),
                 Put(world.keys.generation, b"again"),
-                Put(world.keys.status, StatusRecord(state=State.RUNNING, writer="again").to_bytes()),
+                Put(world.keys.status, StatusRecord(state=JobStatus.RUNNING, writer="again").to_bytes()),
             )
         )
     )
@@ -379,7 +379,7 @@ def test_view_of_one_run_ignores_others(listed: bool) -> None:
         assert view.spec == b"{}" and view.primary_node(0) == "b" and "c" not in view.nodes
     gone = GoneRecord(reason="it left")
     assert not world.run(transactions.declare_gone(view, "a", gone)).succeeded
-    failed = StatusRecord(state=State.FAILED, reason="its own mistake")
+    failed = StatusRecord(state=JobStatus.FAILED, reason="its own mistake")
     assert not world.run(transactions.fail(view, failed)).succeeded
     from_nothing = transactions.take_over_from_nothing(
         view, 0, "a", world.revisions["a"], stateful=True, writer=world.writer()

@@ -18,7 +18,7 @@ from taskgraph.elastic_jobs.checkpoints import Checkpoints
 from taskgraph.elastic_jobs.contributions import Contributions
 from taskgraph.elastic_jobs.engine import Engine
 from taskgraph.elastic_jobs.inbox import Inbox
-from taskgraph.elastic_jobs.outbox import Outbox
+from taskgraph.elastic_jobs.outbox import WorkerOutbox
 from taskgraph.elastic_jobs.reports import StableReports
 from taskgraph.elastic_jobs.slices import Slices
 from taskgraph.elastic_jobs.totals import KeptTotals
@@ -30,8 +30,8 @@ from taskgraph.protocol.elastic import flush, transactions
 from taskgraph.protocol.elastic import worker as worker_module
 from taskgraph.protocol.elastic.actions import Stable
 from taskgraph.protocol.elastic.exchange import Exchange
-from taskgraph.protocol.elastic.flush import Outcome, Report
-from taskgraph.protocol.elastic.round import Round
+from taskgraph.protocol.elastic.flush import FlushOutcome, FlushReport
+from taskgraph.protocol.elastic.round import PositionAtWork
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Phase, Worker
@@ -69,12 +69,12 @@ def a_total_is_completed_without_a_worker(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_flush_ends_without_all_reports(patch: pytest.MonkeyPatch) -> None:
-    def hear(heard: Callable[..., None], self: Worker, name: str, report: Report) -> None:
+    def hear(heard: Callable[..., None], self: Worker, name: str, report: FlushReport) -> None:
         heard(self, name, report)
         assert self.view is not None
         if self.phase == Phase.FLUSHING and len(self._reports) * 2 > len(self.view.workers):
             for other in self.view.workers:
-                self._reports.setdefault(other, Report(self.position, False))
+                self._reports.setdefault(other, FlushReport(self.position, False))
             heard(self, name, report)
 
     _changed(patch, Worker, "_take_report", hear)
@@ -92,24 +92,24 @@ def a_partial_of_an_old_view_is_taken(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def parts_of_other_sources_are_kept(patch: pytest.MonkeyPatch) -> None:
-    def keep(kept: Callable[..., Any], self: Round, outcome: Outcome) -> tuple[Span, ...]:
+    def keep(kept: Callable[..., Any], self: PositionAtWork, outcome: FlushOutcome) -> tuple[Span, ...]:
         own = set(self.own)
         kept(self, outcome)
         self.own = own
         return ()
 
-    _changed(patch, Round, "keep", keep)
+    _changed(patch, PositionAtWork, "keep", keep)
 
 
 @plant
 def held_parts_are_dealt_too(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Outcome, "deal", lambda self, parts: flush._dealt(range(parts), self.dealt_to))
+    patch.setattr(FlushOutcome, "deal", lambda self, parts: flush._dealt(range(parts), self.dealt_to))
 
 
 @plant
 def a_newcomer_counts_as_a_survivor(patch: pytest.MonkeyPatch) -> None:
-    def anyone(settle: Callable[..., Any], view: View, reports: dict[str, Report]) -> Outcome | None:
-        every = {w: Report(r.position, True, r.held, r.begun) for w, r in reports.items()}
+    def anyone(settle: Callable[..., Any], view: View, reports: dict[str, FlushReport]) -> FlushOutcome | None:
+        every = {w: FlushReport(r.position, True, r.held, r.begun) for w, r in reports.items()}
         return settle(view, every)  # type: ignore[no-any-return]
 
     _changed(patch, worker_module, "settle", anyone)
@@ -127,13 +127,13 @@ def a_total_is_stable_once_one_worker_holds_it(patch: pytest.MonkeyPatch) -> Non
 
 @plant
 def the_position_is_the_lowest_one(patch: pytest.MonkeyPatch) -> None:
-    def settled(settle: Callable[..., Any], view: View, reports: dict[str, Report]) -> Outcome | None:
+    def settled(settle: Callable[..., Any], view: View, reports: dict[str, FlushReport]) -> FlushOutcome | None:
         outcome = settle(view, reports)
         if outcome is None or len(view.workers) < 2:
             return outcome  # type: ignore[no-any-return]
         lowest = min(reports[w].position for w in view.workers if reports[w].whole)
         at = [w for w in view.workers if reports[w].position == lowest]
-        return Outcome(lowest, at[0], {}, {}, {}, outcome.dealt_to)
+        return FlushOutcome(lowest, at[0], {}, {}, {}, outcome.dealt_to)
 
     _changed(patch, worker_module, "settle", settled)
 
@@ -216,21 +216,21 @@ def early_messages_are_lost(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_message_is_sent_once(patch: pytest.MonkeyPatch) -> None:
-    async def sent(self: Outbox, message: Call) -> bool:
+    async def sent(self: WorkerOutbox, message: Call) -> bool:
         await _sent(self, message)
         return True
 
-    _sent = Outbox._send_once
-    patch.setattr(Outbox, "_send_once", sent)
+    _sent = WorkerOutbox._send_once
+    patch.setattr(WorkerOutbox, "_send_once", sent)
 
 
 @plant
 def messages_without_a_reply_are_not_sent_again(patch: pytest.MonkeyPatch) -> None:
-    def start_task(started: Callable[..., None], self: Outbox) -> None:
+    def start_task(started: Callable[..., None], self: WorkerOutbox) -> None:
         self._unconfirmed.clear()
         started(self)
 
-    _changed(patch, Outbox, "_start_task", start_task)
+    _changed(patch, WorkerOutbox, "_start_task", start_task)
 
 
 @plant
@@ -244,7 +244,7 @@ def slice_sums_survive_a_view(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def slices_of_an_old_view_are_added(patch: pytest.MonkeyPatch) -> None:
-    def adopt(adopted: Callable[..., None], self: Contributions, view: View, report: Report) -> None:
+    def adopt(adopted: Callable[..., None], self: Contributions, view: View, report: FlushReport) -> None:
         old = {(view.number, at, span): sums for (_, at, span), sums in self._received.items()}
         adopted(self, view, report)
         self._received = old | self._received

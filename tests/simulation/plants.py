@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from taskgraph.checkpoint.store import Store
+from taskgraph.checkpoint.store import CheckpointStore
 from taskgraph.coordination.memory import MemoryStore
 from taskgraph.errors import Refused
 from taskgraph.node import replica as replica_module
@@ -24,9 +24,9 @@ from taskgraph.node import serving as serving_module
 from taskgraph.node.epochs import attempt as attempt_module
 from taskgraph.node.epochs.activity import Activity
 from taskgraph.node.epochs.attempt import Attempt
-from taskgraph.node.epochs.lanes import Lanes
+from taskgraph.node.epochs.lanes import EpochLanes
 from taskgraph.node.epochs.mailbox import Mailbox
-from taskgraph.node.epochs.turns import Turns
+from taskgraph.node.epochs.turns import EpochTurns
 from taskgraph.node.primary import takeovers
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoint_reader import CheckpointReader
@@ -40,13 +40,13 @@ from taskgraph.protocol import commit as commit_module
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.checkpointing import CheckpointCollector
 from taskgraph.protocol.commit import Leader
-from taskgraph.protocol.insync import InSync, Place
+from taskgraph.protocol.insync import InSync, MemberState
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.lease_end import LeaseEnd
 from taskgraph.protocol.messages import Accepted, Item, Reason, Report, Stamp
-from taskgraph.protocol.records import EpochRecord, MemberRecord, State, StatusRecord
-from taskgraph.protocol.sums import Ledger
+from taskgraph.protocol.records import EpochRecord, JobStatus, MemberRecord, StatusRecord
+from taskgraph.protocol.sums import MessageLedger
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.client import SimLease
 
@@ -222,7 +222,7 @@ def the_status_is_written_after_the_last_commit(patch: pytest.MonkeyPatch) -> No
         await original(self, committing)
         node = self._node
         if committing.finished and node.keeper.view.running:
-            record = StatusRecord(state=State.FINISHED, writer=node.writer())
+            record = StatusRecord(state=JobStatus.FINISHED, writer=node.writer())
             await node.transact(
                 Txn(success=(Put(node.keeper.view.keys.status, record.to_bytes()),)), key="", writer=record.writer
             )
@@ -277,7 +277,7 @@ def a_checkpoint_is_complete_without_some_of_its_files(patch: pytest.MonkeyPatch
 
 @plant
 def a_job_goes_back_to_a_checkpoint_that_nobody_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Store, "verify", lambda self, manifest: None)
+    patch.setattr(CheckpointStore, "verify", lambda self, manifest: None)
 
 
 @plant
@@ -304,11 +304,11 @@ def a_job_goes_back_to_a_checkpoint_that_was_replaced_while_it_was_read(patch: p
 
 @plant
 def what_is_too_old_goes_with_the_newest_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    def keep_only(original: Any, self: Store, names: Any, current: str) -> Any:
+    def keep_only(original: Any, self: CheckpointStore, names: Any, current: str) -> Any:
         self._place.remove(self._path(current))
         return original(self, names, current)
 
-    _changed(patch, Store, "keep_only", keep_only)
+    _changed(patch, CheckpointStore, "keep_only", keep_only)
 
 
 @plant
@@ -321,11 +321,11 @@ def a_leader_that_was_replaced_advances_the_checkpoint(patch: pytest.MonkeyPatch
 
 @plant
 def the_final_manifest_is_written_before_the_pointer(patch: pytest.MonkeyPatch) -> None:
-    def stage(original: Any, self: Store, manifest: Any) -> None:
+    def stage(original: Any, self: CheckpointStore, manifest: Any) -> None:
         original(self, manifest)
         self.finish(manifest.name)
 
-    _changed(patch, Store, "stage", stage)
+    _changed(patch, CheckpointStore, "stage", stage)
 
 
 @plant
@@ -425,7 +425,7 @@ def a_candidate_is_admitted_without_the_pending_boundary(patch: pytest.MonkeyPat
         lacking: tuple[Any, ...] = original(self, node)
         return (
             lacking
-            if self._place.get(node) is not Place.CANDIDATE
+            if self._states.get(node) is not MemberState.CANDIDATE
             else tuple(k for k in lacking if k == self._current[0])
         )
 
@@ -443,10 +443,10 @@ def an_offer_counts_whatever_became_of_it(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def an_epoch_is_done_before_its_boundary_is_held(patch: pytest.MonkeyPatch) -> None:
-    async def await_acks(self: Lanes, finished: Any) -> None:
+    async def await_acks(self: EpochLanes, finished: Any) -> None:
         await self._report(finished)
 
-    patch.setattr(Lanes, "_await_acks", await_acks)
+    patch.setattr(EpochLanes, "_await_acks", await_acks)
 
 
 @plant
@@ -464,21 +464,21 @@ def a_backup_accepts_what_it_does_not_hold(patch: pytest.MonkeyPatch) -> None:
     _changed(patch, Serving, "_store", hold)
 
 
-def _waits_for(*places: Place) -> Callable[[InSync, Any], tuple[str, ...]]:
+def _waits_for(*places: MemberState) -> Callable[[InSync, Any], tuple[str, ...]]:
     def waits_for(self: InSync, key: Any) -> tuple[str, ...]:
-        return tuple(sorted(n for n, p in self._place.items() if p in places and key not in self._acked[n]))
+        return tuple(sorted(n for n, p in self._states.items() if p in places and key not in self._acked[n]))
 
     return waits_for
 
 
 @plant
 def a_node_that_is_being_admitted_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InSync, "waits_for", _waits_for(Place.MEMBER, Place.EVICTING))
+    patch.setattr(InSync, "waits_for", _waits_for(MemberState.MEMBER, MemberState.EVICTING))
 
 
 @plant
 def a_node_that_is_being_evicted_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InSync, "waits_for", _waits_for(Place.MEMBER, Place.ADMITTING))
+    patch.setattr(InSync, "waits_for", _waits_for(MemberState.MEMBER, MemberState.ADMITTING))
 
 
 @plant
@@ -632,7 +632,7 @@ def processors_run_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
 def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
     """Nobody waits for flags that are on their way, they are in no sum, and a task that is done takes one, too."""
 
-    def but_flags(original: Any, self: Ledger, kind: str, *rest: Any) -> bool:
+    def but_flags(original: Any, self: MessageLedger, kind: str, *rest: Any) -> bool:
         if kind != "flag":
             return bool(original(self, kind, *rest))
         sums = self.sent_sum, self.received_sum
@@ -650,8 +650,8 @@ def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
         assert group is not None
         group.create_task(original(self, where, to, value))
 
-    _changed(patch, Ledger, "count_sent", but_flags)
-    _changed(patch, Ledger, "count_received", but_flags)
+    _changed(patch, MessageLedger, "count_sent", but_flags)
+    _changed(patch, MessageLedger, "count_received", but_flags)
     _changed(patch, Mailbox, "send_flag", send_flag)
     _changed(patch, Mailbox, "take_flag", take_flag)
 
@@ -677,11 +677,11 @@ def an_epoch_that_is_held_ends_all_the_same(patch: pytest.MonkeyPatch) -> None:
 def answers_of_a_gone_term_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Primary, "check_terms", lambda self: None)
 
-    def only_items(original: Any, self: Ledger, kind: str, *rest: Any) -> bool:
+    def only_items(original: Any, self: MessageLedger, kind: str, *rest: Any) -> bool:
         return bool(original(self, kind, *rest)) if kind in ("item", "flag") else True
 
-    _changed(patch, Ledger, "count_sent", only_items)
-    _changed(patch, Ledger, "count_received", only_items)
+    _changed(patch, MessageLedger, "count_sent", only_items)
+    _changed(patch, MessageLedger, "count_received", only_items)
 
 
 @plant
@@ -695,7 +695,7 @@ def a_request_that_is_sent_again_runs_again(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_flag_that_is_sent_again_runs_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "has_received", lambda self, *identity: False)
+    patch.setattr(MessageLedger, "has_received", lambda self, *identity: False)
 
 
 @plant
@@ -775,16 +775,18 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
 @plant
 def the_content_of_items_is_not_in_the_sums(patch: pytest.MonkeyPatch) -> None:
     """The digest is not part of the identity that both ends count."""
-    real = Ledger.count_received
+    real = MessageLedger.count_received
 
-    def received(self: Ledger, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+    def received(self: MessageLedger, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
         return real(self, kind, sender, receiver, name, b"")
 
-    def sent(original: Any, self: Ledger, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+    def sent(
+        original: Any, self: MessageLedger, kind: str, sender: int, receiver: int, name: str, digest: bytes
+    ) -> bool:
         return bool(original(self, kind, sender, receiver, name, b""))
 
-    patch.setattr(Ledger, "count_received", received)
-    _changed(patch, Ledger, "count_sent", sent)
+    patch.setattr(MessageLedger, "count_received", received)
+    _changed(patch, MessageLedger, "count_sent", sent)
 
 
 # -- on_commit ----------------------------------------------------------------------------------------
@@ -817,12 +819,12 @@ def a_new_primary_is_not_told_of_the_last_commit(patch: pytest.MonkeyPatch) -> N
 def a_task_is_told_of_a_commit_after_it_began_the_next_epoch(patch: pytest.MonkeyPatch) -> None:
     """It works ahead of the last commit, as one does that is not told."""
 
-    def init(original: Any, self: Lanes, primary: Primary, *args: Any) -> None:
+    def init(original: Any, self: EpochLanes, primary: Primary, *args: Any) -> None:
         original(self, primary, *args)
         if "on_commit" in primary.replica.shape.overrides:
             self._ahead = self._share._ahead = primary.node.settings.epochs_ahead
 
-    _changed(patch, Lanes, "__init__", init)
+    _changed(patch, EpochLanes, "__init__", init)
 
 
 # -- working ahead of the commit ----------------------------------------------------------------------
@@ -920,12 +922,12 @@ def the_next_epoch_gets_its_turn_before_the_snapshot(patch: pytest.MonkeyPatch) 
             self._turns.end_turn(self.number)
             await asyncio.sleep(0)
 
-    def passed(original: Any, self: Turns, epoch: int) -> None:
+    def passed(original: Any, self: EpochTurns, epoch: int) -> None:
         if epoch == self.at:
             original(self, epoch)
 
     _changed(patch, Attempt, "run", run)
-    _changed(patch, Turns, "end_turn", passed)
+    _changed(patch, EpochTurns, "end_turn", passed)
 
 
 @plant
@@ -934,29 +936,29 @@ def epochs_in_flight_are_snapshotted_in_any_order(patch: pytest.MonkeyPatch) -> 
         if where != "snapshot":
             await original(self, where)
 
-    def passed(original: Any, self: Turns, epoch: int) -> None:
+    def passed(original: Any, self: EpochTurns, epoch: int) -> None:
         if epoch >= self.at:
             self.at = epoch
             original(self, epoch)
 
     _changed(patch, Attempt, "wait_for_turn", wait_for_turn)
-    _changed(patch, Turns, "end_turn", passed)
+    _changed(patch, EpochTurns, "end_turn", passed)
 
 
 @plant
 def an_error_in_a_later_epoch_ends_the_earlier_ones(patch: pytest.MonkeyPatch) -> None:
     """Whoever fails does not wait until the dones of those before it are told."""
 
-    class Hasty(Turns):
+    class Hasty(EpochTurns):
         async def wait(self, epoch: int) -> None:
             if sys._getframe(1).f_code.co_name != "_run_lane":
                 await super().wait(epoch)
 
-    def init(original: Any, self: Lanes, primary: Any, at: Stamp, *args: Any) -> None:
+    def init(original: Any, self: EpochLanes, primary: Any, at: Stamp, *args: Any) -> None:
         original(self, primary, at, *args)
         self._reported = Hasty(at.epoch)
 
-    _changed(patch, Lanes, "__init__", init)
+    _changed(patch, EpochLanes, "__init__", init)
 
 
 @plant
@@ -971,7 +973,7 @@ def an_error_of_a_later_epoch_is_told_at_once(patch: pytest.MonkeyPatch) -> None
 
 @plant
 def a_restart_leaves_lanes_running(patch: pytest.MonkeyPatch) -> None:
-    async def run(original: Any, self: Lanes) -> None:
+    async def run(original: Any, self: EpochLanes) -> None:
         if self._count == 1:
             await original(self)
             return
@@ -985,17 +987,17 @@ def a_restart_leaves_lanes_running(patch: pytest.MonkeyPatch) -> None:
         done, _ = await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
         done.pop().result()
 
-    _changed(patch, Lanes, "run", run)
+    _changed(patch, EpochLanes, "run", run)
 
 
 @plant
 def epochs_in_flight_begin_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    async def until_allowed(self: Lanes, stamp: Stamp) -> None:
+    async def until_allowed(self: EpochLanes, stamp: Stamp) -> None:
         while not self._may_begin(stamp.epoch):
             self._room.clear()
             await self._room.wait()
 
-    patch.setattr(Lanes, "_wait_until_allowed", until_allowed)
+    patch.setattr(EpochLanes, "_wait_until_allowed", until_allowed)
 
 
 @plant

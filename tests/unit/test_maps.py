@@ -19,7 +19,7 @@ import taskgraph as tg
 from taskgraph.graph.values import decode, encode
 from taskgraph.maps.functions import find_function, reference
 from taskgraph.maps.journal import Journal
-from taskgraph.maps.records import AtWork, Kind, Record, RecordReader, RecordWriter, packed
+from taskgraph.maps.records import AtWork, MapRecord, RecordKind, RecordReader, RecordWriter, packed
 from taskgraph.maps.showing import MapProgress, progress_text
 
 
@@ -222,8 +222,8 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
         tg.map(odd, [1], **options)
 
 
-def record(number: int, value: Any) -> Record:
-    return Record(Kind.RESULT, number, 0, encode(value))
+def record(number: int, value: Any) -> MapRecord:
+    return MapRecord(RecordKind.RESULT, number, 0, encode(value))
 
 
 def test_records_are_read_while_the_file_grows(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_records_are_read_while_the_file_grows(tmp_path: Path) -> None:
     data = [packed(record(number, value)) for number, value in enumerate([1, "two", np.arange(2_000_000), None])]
     whole = b"".join(data)
     path.touch()
-    reader, found, at = RecordReader(path), list[Record](), 0
+    reader, found, at = RecordReader(path), list[MapRecord](), 0
     for end in (10, len(data[0]), len(data[0]) + 30, len(whole) - 60, len(whole) - 1, len(whole)):
         with path.open("ab") as file:
             file.write(whole[at:end])

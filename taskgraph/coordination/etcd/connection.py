@@ -23,7 +23,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import Verdict, is_space_used_up, judge, refusal, way_out
+from taskgraph.coordination.etcd.failures import FailureKind, is_space_used_up, judge, refusal, way_out
 from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions, NoAddress
@@ -273,15 +273,15 @@ class Connection:
                 details = _details(error)
                 tries.add(endpoint, details)
                 verdict = judge(error.code(), details)
-                if verdict is Verdict.REFUSED:
+                if verdict is FailureKind.REFUSED:
                     raise refusal(str(what), error.code(), details) from error
-                if verdict is Verdict.LOGIN and logins < 3:
+                if verdict is FailureKind.LOGIN and logins < 3:
                     logins += 1
                     self.login.drop_token(token)
                     continue
                 if not is_space_used_up(details):
                     self.leave(endpoint)  # so that a later read does not ask the silent member
-                if verdict is Verdict.UNKNOWN and sent and not again:
+                if verdict is FailureKind.UNKNOWN and sent and not again:
                     raise OutcomeUnknown(
                         f"{what}: it was sent to etcd at {endpoint.target}, without a usable answer ({details}). "
                         "It may have happened; read again to find out."
@@ -376,7 +376,7 @@ class Connection:
             limit_s = min(left, self._connect_limit_s())
             await self._try_once(endpoint, STATUS, v3.StatusRequest(), limit_s, self.login.token)
         except grpc.aio.AioRpcError as error:
-            if judge(error.code(), _details(error)) in (Verdict.NOT_EXECUTED, Verdict.UNKNOWN):
+            if judge(error.code(), _details(error)) in (FailureKind.NOT_EXECUTED, FailureKind.UNKNOWN):
                 raise
 
     async def _get_token(self, endpoint: Endpoint, deadline: float | None = None) -> str | None:

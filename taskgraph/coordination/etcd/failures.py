@@ -14,14 +14,14 @@ import grpc
 from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.errors import CoordinationError, LeaseGone
 
-__all__ = ["PermissionRefused", "Verdict", "code_and_details", "is_space_used_up", "judge", "refusal", "way_out"]
+__all__ = ["FailureKind", "PermissionRefused", "code_and_details", "is_space_used_up", "judge", "refusal", "way_out"]
 
 
 class PermissionRefused(AccessRefused):
     """The user lacks a permission in etcd."""
 
 
-class Verdict(enum.Enum):
+class FailureKind(enum.Enum):
     """What a failed call may have done, and whether a retry may help."""
 
     NOT_EXECUTED = "not executed: safe to try again, on another endpoint"
@@ -73,18 +73,18 @@ def code_and_details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
     return error.code(), error.details() or error.code().name
 
 
-def judge(code: grpc.StatusCode, details: str) -> Verdict:
+def judge(code: grpc.StatusCode, details: str) -> FailureKind:
     """Returns what a call that ended with `code` and `details` may have done."""
     if any(text in details for text in _STALE_TOKEN_TEXTS):
-        return Verdict.LOGIN
+        return FailureKind.LOGIN
     if any(text in details for text in _NOT_EXECUTED_TEXTS):
-        return Verdict.NOT_EXECUTED
+        return FailureKind.NOT_EXECUTED
     if code in _REFUSED_CODES:
-        return Verdict.REFUSED
+        return FailureKind.REFUSED
     if details.startswith(_GRPC_TOO_LARGE_TEXT):
-        return Verdict.REFUSED
+        return FailureKind.REFUSED
     # RESOURCE_EXHAUSTED "database space exceeded" belongs here: the transaction that crosses the quota is executed.
-    return Verdict.UNKNOWN
+    return FailureKind.UNKNOWN
 
 
 def is_space_used_up(details: str) -> bool:

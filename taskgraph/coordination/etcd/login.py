@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import grpc
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import Verdict, code_and_details, judge
+from taskgraph.coordination.etcd.failures import FailureKind, code_and_details, judge
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread_text
@@ -218,5 +218,5 @@ def _probe(channel: grpc.Channel, endpoint: Endpoint) -> None:
         status(v3.StatusRequest(), timeout=_SILENT_S)
     except grpc.RpcError as error:
         code, details = code_and_details(error)
-        if judge(code, details) in (Verdict.NOT_EXECUTED, Verdict.UNKNOWN):
+        if judge(code, details) in (FailureKind.NOT_EXECUTED, FailureKind.UNKNOWN):
             raise LoginFailed(endpoint, grpc.StatusCode.UNAVAILABLE, details) from error

@@ -28,7 +28,7 @@ from taskgraph.coordination.api import AccessRefused, DataLost, WatchBatch, Watc
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, Stream, is_cancelled, pause_s
-from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
+from taskgraph.coordination.etcd.failures import FailureKind, judge, refusal
 from taskgraph.coordination.etcd.methods import RANGE, WATCH
 from taskgraph.errors import Unavailable
 
@@ -87,9 +87,9 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
         except grpc.aio.AioRpcError as error:
             reason = error.details() or error.code().name
             verdict = judge(error.code(), reason)
-            if verdict is Verdict.LOGIN:
+            if verdict is FailureKind.LOGIN:
                 _forget_token(connection, stream)
-            elif verdict is Verdict.REFUSED:
+            elif verdict is FailureKind.REFUSED:
                 final = refusal(f"watch of {prefix!r}", error.code(), reason)
                 if not known or not isinstance(final, AccessRefused):
                     raise final from error
@@ -171,7 +171,7 @@ def _handle_cancel(
             f"watch of {prefix!r}: revision {position} was compacted away (up to {answer.compact_revision}); list again"
         )
     reason = answer.cancel_reason or "etcd ended the watch without a reason"
-    if judge(grpc.StatusCode.UNKNOWN, reason) is Verdict.LOGIN:
+    if judge(grpc.StatusCode.UNKNOWN, reason) is FailureKind.LOGIN:
         _forget_token(connection, stream)
     elif "permission denied" in reason:
         raise refusal(f"watch of {prefix!r}", grpc.StatusCode.PERMISSION_DENIED, reason)

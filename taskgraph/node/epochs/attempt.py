@@ -24,13 +24,13 @@ from taskgraph.node.epochs.differing import read_values
 from taskgraph.node.epochs.inbound import Inbound, raise_in_attempt
 from taskgraph.node.epochs.items import Items
 from taskgraph.node.epochs.mailbox import Mailbox
-from taskgraph.node.epochs.recording import Recording, SideEffects, Step, side_effects_of
-from taskgraph.node.epochs.turns import Turns
+from taskgraph.node.epochs.recording import RecordedCall, Recording, SideEffects, side_effects_of
+from taskgraph.node.epochs.turns import EpochTurns
 from taskgraph.node.usercode.errors import cancelled_by_user_error
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.cycles import HANDLER
 from taskgraph.protocol.messages import Call, Encoded, Reason, Reply, Stamp, Wait
-from taskgraph.protocol.sums import Ledger
+from taskgraph.protocol.sums import MessageLedger
 from taskgraph.queues.composing import map_pieces, queue_state
 from taskgraph.queues.plan import DEAL, call_name
 from taskgraph.shape import is_stateless
@@ -112,7 +112,7 @@ class Attempt:
         *,
         group: asyncio.TaskGroup,
         recording: Recording | None = None,
-        turns: Turns | None = None,
+        turns: EpochTurns | None = None,
         traced: bool = False,
     ) -> None:
         replica = primary.replica
@@ -131,7 +131,7 @@ class Attempt:
         self.scratch = Scratch()
         self.device = replica.device
         self.allocate = replica.router.allocate
-        self.ledger = Ledger()
+        self.ledger = MessageLedger()
         self.put_bytes = 0  # bytes of items, each value once
         self.snapshot_bytes = 0
         self._mailbox: Mailbox | None = None  # made when needed
@@ -287,7 +287,7 @@ class Attempt:
         items = self.inbound.items if self.device is None else await recording.items_for(processor)
         inputs = Inputs(self, processor, items)
         outputs = Outputs(self, processor, inputs)
-        compute = recording.wrap(Step(processor, name), processor.compute)
+        compute = recording.wrap(RecordedCall(processor, name), processor.compute)
         close = partial(recording.close_outputs, name, outputs)
         after = recording.checked_close(processor, close)
         switches = recording.switches

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from taskgraph.graph.compose import Graph, Processor
     from taskgraph.node.epochs.recording import Recording
     from taskgraph.node.epochs.term import Term
-    from taskgraph.protocol.sums import Ledger
+    from taskgraph.protocol.sums import MessageLedger
 
 __all__ = ["Inbound", "raise_in_attempt"]
 
@@ -58,7 +58,7 @@ class Inbound:
         self,
         primary: Term,
         stamp: Stamp,
-        ledger: Ledger,
+        ledger: MessageLedger,
         recording: Recording | None,
     ) -> None:
         self._primary = primary

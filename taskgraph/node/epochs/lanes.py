@@ -22,8 +22,8 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.node.epochs import sharing
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.finishing import FinishedEpoch, FinishQueue
-from taskgraph.node.epochs.sharing import EPOCH_BYTES, Share
-from taskgraph.node.epochs.turns import Turns
+from taskgraph.node.epochs.sharing import EPOCH_BYTES, EpochAllowance
+from taskgraph.node.epochs.turns import EpochTurns
 from taskgraph.node.reports import to_plain
 from taskgraph.node.snapshots import Snapshot, shared_digest
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_user_error, cuda_error
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from taskgraph.node.primary.primary import Primary
     from taskgraph.node.reports import Rows
 
-__all__ = ["Lanes"]
+__all__ = ["EpochLanes"]
 
 
-class Lanes:
+class EpochLanes:
     """The work of one primary from a committed epoch on. When the attempt is over, `run` is cancelled.
 
     Args:
@@ -139,13 +139,13 @@ class Lanes:
         self._room = asyncio.Event()  # cleared while a lane waits until it may begin
         self._room.set()
         self._next = at.epoch  # the first epoch that has not begun
-        self._turns = Turns(at.epoch)  # of snapshots
-        self._reported = Turns(at.epoch)  # of reports
+        self._turns = EpochTurns(at.epoch)  # of snapshots
+        self._reported = EpochTurns(at.epoch)  # of reports
         self._reported_at = 0  # when the last one was sent, if traced
         self.finishing = False
         """An epoch asked for the end of the job: no further epoch begins."""
         self._epoch_bytes: int | None = None  # of items and snapshot of the last epoch
-        self._share = Share(primary.node.sharing, self._ahead, at.epoch, self._gather_by)
+        self._share = EpochAllowance(primary.node.sharing, self._ahead, at.epoch, self._gather_by)
         self._leaves_device = False  # the last snapshot was on a device
         self.incomplete = FinishQueue(self._complete, on_report_error)
         self.awaiting_acks = FinishQueue(self._await_acks, on_report_error)

@@ -20,7 +20,7 @@ from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
 from taskgraph.node.epochs.dealing import deal
 from taskgraph.node.epochs.pure import PureWatch
-from taskgraph.node.epochs.recording import Step
+from taskgraph.node.epochs.recording import RecordedCall
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.node.usercode.errors import definition_text
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
@@ -153,7 +153,7 @@ class Mailbox:
         epoch, actor, recording = Epoch(attempt, where), attempt.replica.actor, attempt.recording
         on_flag: Callable[..., Any] = task.on_flag
         if recording is not None:
-            on_flag = recording.wrap(Step(None, where, "on_flag", message.sender, message.value), on_flag)
+            on_flag = recording.wrap(RecordedCall(None, where, "on_flag", message.sender, message.value), on_flag)
         await actor.call("on_flag", on_flag, epoch, message.sender, meta, attempt=attempt)
         if recording is not None:
             await recording.check_step("on_flag")
@@ -219,7 +219,7 @@ class Mailbox:
             watch = PureWatch(attempt.scratch, recording, lambda: bool(activity.open_holds) or actor.waiting > 0)
             call = watch.around(call)
         if recording is not None:
-            call = recording.wrap(Step(None, where, method_name, message.sender, message.value), call)
+            call = recording.wrap(RecordedCall(None, where, method_name, message.sender, message.value), call)
         value = await replica.actor.call(
             name,
             call,

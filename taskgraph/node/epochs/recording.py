@@ -22,7 +22,7 @@ from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 from taskgraph.queues.plan import DEAL
 
-__all__ = ["RecordedReply", "Recording", "RequestKind", "SharedItem", "SideEffects", "Step", "side_effects_of"]
+__all__ = ["RecordedCall", "RecordedReply", "Recording", "RequestKind", "SharedItem", "SideEffects", "side_effects_of"]
 
 RequestKind = tuple[str, int, str]
 """(code that sent a request, receiving task, method)."""
@@ -31,7 +31,7 @@ _PURE_CALLS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedCall:
     """One call of user code: of a processor, or of a handler with the message that it took."""
 
     processor: Processor | None
@@ -105,7 +105,7 @@ class Recording:
         self.stamp = stamp
         self.before: Digests = {}
         self.composed: tuple[Processor, ...] = ()
-        self.steps: list[Step] = []
+        self.steps: list[RecordedCall] = []
         self.interleaved = False
         self.switches = 0
         self.replies: dict[RequestKind, list[RecordedReply]] = {}
@@ -131,7 +131,7 @@ class Recording:
         """Takes digests of the state at the beginning of the epoch."""
         self.before = await state_of(self.replica)
 
-    def wrap(self, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, step: RecordedCall, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps user code so that `step` is recorded when the code begins, maybe after a wait for its turn."""
         inner = function.func if isinstance(function, partial) else function
         if getattr(inner, "__taskgraph_internal__", False):
@@ -160,7 +160,7 @@ class Recording:
 
         return run
 
-    def _note_begin(self, step: Step) -> None:
+    def _note_begin(self, step: RecordedCall) -> None:
         with self._lock:
             self.interleaved |= self._open > 0
             self._open += 1

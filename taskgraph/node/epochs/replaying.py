@@ -23,7 +23,7 @@ from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
 from taskgraph.node.epochs.differing import Digests, attributes_of, changed_names, read_values, state_of
-from taskgraph.node.epochs.recording import RecordedReply, Recording, RequestKind, Step
+from taskgraph.node.epochs.recording import RecordedCall, RecordedReply, Recording, RequestKind
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.boundaries import Boundary
@@ -135,7 +135,7 @@ async def _run(fresh: Replica, recording: Recording, *, first_try: bool = False)
     return work
 
 
-async def _run_to_end(work: Replay, step: Step, processors: Mapping[str, Processor]) -> None:
+async def _run_to_end(work: Replay, step: RecordedCall, processors: Mapping[str, Processor]) -> None:
     """Runs a step in a test; raises _StepNeverEnds if the step does not end."""
     running = asyncio.create_task(work.run(step, processors))
     until = time.monotonic() + _THREADS_S
@@ -186,7 +186,7 @@ class Replay:
         self.composing = None
         return {processor.name: processor for processor in composition.graph().processors}
 
-    async def run(self, step: Step, processors: Mapping[str, Processor]) -> None:
+    async def run(self, step: RecordedCall, processors: Mapping[str, Processor]) -> None:
         """Runs one step with its recorded input."""
         fresh = self.fresh
         if step.processor is None:

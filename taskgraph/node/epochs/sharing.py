@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["AHEAD_BYTES", "EPOCH_BYTES", "Share", "Sharing"]
+__all__ = ["AHEAD_BYTES", "EPOCH_BYTES", "EpochAllowance", "Sharing"]
 
 AHEAD_BYTES = 88 << 20
 """The most bytes for all primaries of a node, which then takes less than 150 MiB in all."""
@@ -43,7 +43,7 @@ class Sharing:
         return max(AHEAD_BYTES // max(1, self.primaries), min(AHEAD_BYTES, self.epochs * largest))
 
 
-class Share:
+class EpochAllowance:
     """One task's share in one attempt: how many epochs the task may be ahead of the last commit.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 from taskgraph.errors import StateError
 from taskgraph.graph.compose import Processor
 from taskgraph.node.epochs.differing import attributes_of, changed_names, read_values
-from taskgraph.node.epochs.recording import Recording, Step, side_effects_of
+from taskgraph.node.epochs.recording import RecordedCall, Recording, side_effects_of
 from taskgraph.node.epochs.replaying import Replay
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
@@ -51,7 +51,7 @@ async def check_stateless(recording: Recording, fresh: Replica) -> None:
 
 
 async def _check_step(
-    recording: Recording, fresh: Replica, work: Replay, step: Step, processors: dict[str, Processor]
+    recording: Recording, fresh: Replica, work: Replay, step: RecordedCall, processors: dict[str, Processor]
 ) -> None:
     """Runs a marked method on `fresh`; raises StateError if it puts or leaves something else than in the epoch."""
     before = await read_values(fresh, partial(side_effects_of, work))

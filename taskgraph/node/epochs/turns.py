@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-__all__ = ["Turns"]
+__all__ = ["EpochTurns"]
 
 
-class Turns:
+class EpochTurns:
     """Lets epochs pass in their order.
 
     Attributes:

@@ -9,7 +9,7 @@ from taskgraph.errors import PieceFailed, TaskGraphError, error_text
 from taskgraph.hints import hint
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.fatal import Fatal
-from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, JobStatus, StatusRecord
 from taskgraph.protocol.setups import NODE_DEPENDENT_CODE
 
 __all__ = ["culprit_text", "deaths_text", "failure_record", "fatal_record", "memory_text"]
@@ -50,7 +50,7 @@ def failure_record(
         more = also or hint(inner)
         reason = f"{', '.join(place)}: {error_text(inner)}{'; ' if more else ''}{more}"
     return StatusRecord(
-        state=State.FAILED,
+        state=JobStatus.FAILED,
         reason=_readable(reason)[:_MAX_REASON].decode(errors="ignore"),
         task=task,
         epoch=epoch,
@@ -75,7 +75,7 @@ def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writ
         f"it is not to blame, a larger Settings(fatal_deaths=...) lets more nodes try"
     )
     return StatusRecord(
-        state=State.FAILED,
+        state=JobStatus.FAILED,
         reason=reason[:_MAX_REASON],
         task=found.task,
         epoch=found.epoch,

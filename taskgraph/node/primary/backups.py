@@ -27,7 +27,7 @@ from taskgraph.node.primary.unsent_offers import UnsentOffers, message_of
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.insync import InSync, Place
+from taskgraph.protocol.insync import InSync, MemberState
 from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply, Stamp
 from taskgraph.protocol.records import name_of
 from taskgraph.system.alongside import alongside, any_done
@@ -286,7 +286,7 @@ class Backups:
             if (peer := self._peers.get(node)) is not None:
                 found[node] = max(found.get(node, 0.0), peer.caught_up_by)
         now = self._node.now()
-        return {n: by for n, by in found.items() if by > now and self._insync.place(n) is not Place.MEMBER}
+        return {n: by for n, by in found.items() if by > now and self._insync.state_of(n) is not MemberState.MEMBER}
 
     @property
     def in_sync_count(self) -> int:
@@ -361,7 +361,7 @@ class Backups:
                 managing.add_done_callback(partial(self._on_peer_released, peer))
         for node, member in self._node.keeper.view.members_of(self._task).items():
             until = member.record.until
-            over = until is not None and until < self._committed_epoch and self._insync.place(node) is None
+            over = until is not None and until < self._committed_epoch and self._insync.state_of(node) is None
             if over and node in self._node.keeper.view.gone and node not in self._deleting:
                 self._deleting.add(node)
                 self._group.create_task(self._delete_evicted_key(node), name=f"tidy {self._task} on {node}")
@@ -381,7 +381,7 @@ class Backups:
         if node in wished:
             return False
         living, insync = self._living(), self._insync
-        if insync.place(node) is Place.CANDIDATE and len(living.intersection(insync.members())) >= len(wished):
+        if insync.state_of(node) is MemberState.CANDIDATE and len(living.intersection(insync.members())) >= len(wished):
             return True
         return insync.wishes_fulfilled(wished, living)
 
@@ -408,9 +408,9 @@ class Backups:
         member.
         """
         node = peer.node
-        while (place := self._insync.place(node)) is not None:
+        while (state := self._insync.state_of(node)) is not None:
             if self._is_unwanted(node):
-                if place is Place.CANDIDATE:
+                if state is MemberState.CANDIDATE:
                     self._insync.drop_candidate(node)
                     self._wake_waits()
                     return
@@ -420,7 +420,7 @@ class Backups:
                 continue
             missing = self._next_to_offer(peer)
             if missing is not None:
-                await self._offer(peer, missing, backoff, candidate=place is Place.CANDIDATE)
+                await self._offer(peer, missing, backoff, candidate=state is MemberState.CANDIDATE)
             elif self._may_admit(node):
                 await self._admit(node, backoff)
             else:
@@ -550,7 +550,7 @@ class Backups:
             member=node,
             writer=writer,
         )
-        known = self._insync.place(node) is Place.MARKED  # by the primary that marked it
+        known = self._insync.state_of(node) is MemberState.MARKED  # by the primary that marked it
         self._insync.evicting(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
         self._note_evicted(peer, revision is not None)
@@ -591,7 +591,7 @@ class Backups:
         try:
             await self._node.wait_while_paused()
             view = self._node.keeper.view
-            if self._insync.place(node) is None and node in view.members_of(self._task):
+            if self._insync.state_of(node) is None and node in view.members_of(self._task):
                 txn = transactions.remove_member(
                     view,
                     self._task,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from taskgraph.checkpoint.manifest import CheckpointName, ExpectedJob, MissingFile
 from taskgraph.checkpoint.places import Place
-from taskgraph.checkpoint.store import NewestCheckpoint, Store
+from taskgraph.checkpoint.store import CheckpointStore, NewestCheckpoint
 from taskgraph.errors import CheckpointError
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.protocol.boundaries import Boundary
@@ -38,10 +38,10 @@ class CheckpointReader:
         self._node = node
         self._threads = threads
         self._place = place
-        self._store: Store | None = None
+        self._store: CheckpointStore | None = None
 
     @property
-    def store(self) -> Store:
+    def store(self) -> CheckpointStore:
         """The store of the job's checkpoints, made at the first use. Only for a job that keeps checkpoints."""
         spec = self._node.spec
         if self._store is None:
@@ -53,7 +53,9 @@ class CheckpointReader:
                 services=spec.services,
                 any_driver=spec.checkpoint_changed,
             )
-            self._store = Store(spec.checkpoint, expected, place=self._place, by=self.writer_of(self._node.id))
+            self._store = CheckpointStore(
+                spec.checkpoint, expected, place=self._place, by=self.writer_of(self._node.id)
+            )
         return self._store
 
     @staticmethod

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from taskgraph.errors import CheckpointError, GraphError, Refused, TaskGraphError, TransportError
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.attempts import Attempts
-from taskgraph.node.epochs.lanes import Lanes
+from taskgraph.node.epochs.lanes import EpochLanes
 from taskgraph.node.epochs.pulls import Pulls
 from taskgraph.node.epochs.strict import StrictMode
 from taskgraph.node.epochs.unsaved import UnsavedStateCheck
@@ -34,7 +34,7 @@ from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Call, Encoded, HandOver, Reason, Reply, Report, RequestRestart, Stamp, Wait
-from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_of
+from taskgraph.protocol.records import EpochRecord, JobStatus, PrimaryRecord, name_of
 from taskgraph.protocol.sums import encode_sum
 from taskgraph.protocol.transactions import TakeoverResult
 from taskgraph.protocol.view import JobView, Versioned, holds
@@ -82,7 +82,7 @@ class Primary:
         settings = node.settings
         ahead = 1 if settings.strict else max(1, settings.epochs_ahead)
         self.pulls = Pulls(node.router, ahead=ahead, epochs=replica.job.epochs)
-        self._lanes: Lanes | None = None  # of the attempt at work
+        self._lanes: EpochLanes | None = None  # of the attempt at work
         self.loop = asyncio.get_running_loop()
         self.thread = threading.get_ident()
         self._began = node.now()
@@ -274,7 +274,7 @@ class Primary:
         keeper = self.node.keeper
         at = keeper.view.stamp
         assert at is not None
-        lanes = self._lanes = Lanes(self, at, self._pass_report_error)
+        lanes = self._lanes = EpochLanes(self, at, self._pass_report_error)
         work = asyncio.get_running_loop().create_task(lanes.run())
         work.add_done_callback(self._pass_work_error)
         try:
@@ -359,7 +359,7 @@ class Primary:
     def _can_affect_job(self) -> bool:
         """True while user code of this task can still affect the job: the job runs, or its result is wanted."""
         status = self.node.keeper.view.status
-        return status is not None and status.record.state in (State.RUNNING, State.FINISHED)
+        return status is not None and status.record.state in (JobStatus.RUNNING, JobStatus.FINISHED)
 
     async def _follow_view(self, stamp: Stamp) -> int:
         """Follows the view, which shows another stamp: commits, a restart, or both.
@@ -421,7 +421,7 @@ class Primary:
         await self._stop_if_replaced()
         keeper, stamp = self.node.keeper, self.node.keeper.view.stamp
         status, committed = keeper.view.status, self.replica.boundaries.committed
-        if status is not None and status.record.state == State.FINISHED:
+        if status is not None and status.record.state == JobStatus.FINISHED:
             assert stamp is not None and committed is not None
             self.stage = "result"
             try:

@@ -19,7 +19,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Txn, TxnResult
 from taskgraph.protocol.messages import HandOver, Reason, Stamp
-from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord, name_of
+from taskgraph.protocol.records import CheckpointRecord, JobStatus, PrimaryRecord, StatusRecord, name_of
 from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.takeover import Move, Succession, succession
 
@@ -377,7 +377,7 @@ class TakeOvers:
         else:
             reason += f"; {why or self._backups_advice()}" + f"\n{how}" * bool(how)
         writer = self._node.writer()
-        status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
+        status = StatusRecord(state=JobStatus.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
         try:
             txn = transactions.fail_lost(view, task, status)
         except LookupError as error:  # the view changed while this waited

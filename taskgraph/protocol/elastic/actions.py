@@ -6,7 +6,7 @@ action drops them.
 
 from __future__ import annotations
 
-from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.flush import FlushReport
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.frozen import frozen
@@ -55,7 +55,7 @@ class SendReport:
     """
 
     view: View
-    report: Report
+    report: FlushReport
 
 
 @frozen

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from taskgraph.protocol.elastic.actions import Complete, Contribution, Differ, SumTogether
-from taskgraph.protocol.elastic.flush import Outcome, deal_all
+from taskgraph.protocol.elastic.flush import FlushOutcome, deal_all
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
 
@@ -40,7 +40,7 @@ class DueParts(NamedTuple):
     due: Mapping[str, frozenset[int]]
 
     @classmethod
-    def of(cls, view: View, parts: int, outcome: Outcome | None = None) -> DueParts:
+    def of(cls, view: View, parts: int, outcome: FlushOutcome | None = None) -> DueParts:
         """Returns the parts that each worker of a view has to contribute to a position.
 
         Args:

@@ -20,11 +20,11 @@ from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.frozen import frozen
 
-__all__ = ["Outcome", "Report", "deal_all", "settle"]
+__all__ = ["FlushOutcome", "FlushReport", "deal_all", "settle"]
 
 
 @frozen
-class Report:
+class FlushReport:
     """What a worker held when it stopped.
 
     Attributes:
@@ -41,7 +41,7 @@ class Report:
 
 
 @frozen
-class Outcome:
+class FlushOutcome:
     """The decisions of a flush, which every worker of the view makes alike from all reports.
 
     Attributes:
@@ -82,7 +82,7 @@ def _dealt(parts: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[int,
     return {w: tuple(parts[i * share // count : (i + 1) * share // count]) for i, w in enumerate(workers)}
 
 
-def settle(view: View, reports: Mapping[str, Report]) -> Outcome | None:
+def settle(view: View, reports: Mapping[str, FlushReport]) -> FlushOutcome | None:
     """Decides, from all reports of a view, where it goes on, and who sends or computes what; None: none is whole."""
     if not any(reports[w].whole for w in view.workers):
         return None
@@ -96,7 +96,7 @@ def settle(view: View, reports: Mapping[str, Report]) -> Outcome | None:
             if part not in there:
                 begun.setdefault(part, worker)
     before = tuple(entry.worker for entry in view.entries if entry.since < view.number)
-    return Outcome(
+    return FlushOutcome(
         position=position,
         donor=next(w for w in at if reports[w].whole),
         lacking={w: reports[w].position for w in view.workers if reports[w].position < position},

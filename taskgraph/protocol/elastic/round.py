@@ -18,14 +18,14 @@ from collections.abc import Iterable, Mapping
 
 from taskgraph.protocol.elastic.actions import Drop, Merge
 from taskgraph.protocol.elastic.exchange import NOTHING_DUE, DueParts, Exchange
-from taskgraph.protocol.elastic.flush import Outcome
+from taskgraph.protocol.elastic.flush import FlushOutcome
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
 from taskgraph.protocol.elastic.views import View
 
-__all__ = ["Round"]
+__all__ = ["PositionAtWork"]
 
 
-class Round:
+class PositionAtWork:
     """What a worker knows of the position at work.
 
     Args:
@@ -76,7 +76,7 @@ class Round:
         self.waiting, self.targets = [], ()
         return tuple(sorted(self.own)), tuple(sorted(self.begun - self._held()))
 
-    def keep(self, outcome: Outcome) -> tuple[Span, ...]:
+    def keep(self, outcome: FlushOutcome) -> tuple[Span, ...]:
         """Keeps the spans that the flush made this worker the source of, and drops the others, which it returns."""
         kept = {
             span
@@ -113,7 +113,7 @@ class Round:
             self.begun.clear()
         self.parts, self.tag = parts, tag
 
-    def deal(self, view: View, outcome: Outcome | None) -> list[Merge]:
+    def deal(self, view: View, outcome: FlushOutcome | None) -> list[Merge]:
         """Deals the parts in this view. Returns the additions that are possible with what this worker holds already.
 
         Args:

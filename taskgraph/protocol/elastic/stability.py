@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from taskgraph.protocol.elastic.flush import Report
+from taskgraph.protocol.elastic.flush import FlushReport
 
 __all__ = ["Stability"]
 
@@ -34,7 +34,7 @@ class Stability:
         """Forgets what was known of the workers of the view before."""
         self._known, self._working = {}, set()
 
-    def end_flush(self, reports: Mapping[str, Report]) -> None:
+    def end_flush(self, reports: Mapping[str, FlushReport]) -> None:
         """Takes the positions in the reports of all workers of the view."""
         self._known = {w: max(report.position, self._known.get(w, 0)) for w, report in reports.items()}
 
@@ -55,6 +55,6 @@ class Stability:
         self.position = max(lowest, self.position)
         return grows
 
-    def are_whole(self, reports: Mapping[str, Report]) -> bool:
+    def are_whole(self, reports: Mapping[str, FlushReport]) -> bool:
         """True if all workers are known to be whole: by their reports, or since they have the reports of all."""
         return all(report.whole or worker in self._working for worker, report in reports.items())

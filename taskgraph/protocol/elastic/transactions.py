@@ -14,7 +14,7 @@ from msgspec import structs
 from taskgraph.protocol.elastic.succession import count_returns
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.kv import Compare, Put, Txn
-from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord, WorkersRecord
+from taskgraph.protocol.records import CheckpointRecord, EpochRecord, JobStatus, StatusRecord, WorkersRecord
 from taskgraph.protocol.view import JobView
 
 __all__ = ["finish", "point_to_checkpoint", "propose", "return_alone"]
@@ -85,7 +85,7 @@ def finish(job: JobView, *, sums: int, node: str, node_revision: int, writer: st
         ),
         success=(
             Put(job.keys.epoch, epoch.to_bytes()),
-            Put(job.keys.status, StatusRecord(state=State.FINISHED, writer=writer).to_bytes()),
+            Put(job.keys.status, StatusRecord(state=JobStatus.FINISHED, writer=writer).to_bytes()),
         ),
     )
 

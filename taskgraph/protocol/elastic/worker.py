@@ -37,8 +37,8 @@ from taskgraph.protocol.elastic.actions import (
     Stable,
 )
 from taskgraph.protocol.elastic.exchange import DueParts
-from taskgraph.protocol.elastic.flush import Outcome, Report, settle
-from taskgraph.protocol.elastic.round import Round
+from taskgraph.protocol.elastic.flush import FlushOutcome, FlushReport, settle
+from taskgraph.protocol.elastic.round import PositionAtWork
 from taskgraph.protocol.elastic.stability import Stability
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
@@ -77,10 +77,10 @@ class Worker:
         self._me = me
         self._together = together
         self._since = -1
-        self._reports: dict[str, Report] = {}
-        self._outcome: Outcome | None = None
+        self._reports: dict[str, FlushReport] = {}
+        self._outcome: FlushOutcome | None = None
         self._stability = Stability()
-        self._round = Round(me)
+        self._round = PositionAtWork(me)
         self._early: list[tuple[str, Contribution]] = []  # to the next position
         self._ended = False  # user code has returned
         self._actions: list[Action] = []
@@ -155,11 +155,11 @@ class Worker:
         held, begun = self._round.end_view()
         self._reports, self._outcome, self._early = {}, None, []
         self._stability.begin_view()
-        report = Report(self.position, self.whole, held, begun)
+        report = FlushReport(self.position, self.whole, held, begun)
         self._actions.append(SendReport(view, report))
         self._take_report(self._me, report)
 
-    def report(self, worker: str, view: View, report: Report) -> bool:
+    def report(self, worker: str, view: View, report: FlushReport) -> bool:
         """Takes the report of another worker, which names its view. Returns False if this worker may be about to enter
         by that view: keep the report until then."""
         self.read_view(view)
@@ -167,7 +167,7 @@ class Worker:
             self._take_report(worker, report)
         return not (self.view == view and self.phase == Phase.OUTSIDE and self._me in view.workers)
 
-    def _take_report(self, worker: str, report: Report) -> None:
+    def _take_report(self, worker: str, report: FlushReport) -> None:
         """Keeps a report of this worker's view. The last one ends the flush: this worker works, or lacks totals."""
         assert self.view is not None
         self._reports.setdefault(worker, report)
@@ -218,12 +218,12 @@ class Worker:
         assert self.phase == Phase.OUTSIDE
         if position > self.position:
             self.position = position
-            self._round = Round(self._me)  # user code may have begun the earlier one
+            self._round = PositionAtWork(self._me)  # user code may have begun the earlier one
 
     def _advance(self) -> None:
         """Moves on to the next position, since this worker holds the total of the one at work."""
         self.position += 1
-        self._round = Round(self._me, self._round.parts)
+        self._round = PositionAtWork(self._me, self._round.parts)
         early, self._early = self._early, []
         for worker, contribution in early:
             self._receive(worker, contribution)

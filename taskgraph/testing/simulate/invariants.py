@@ -15,7 +15,7 @@ from taskgraph.protocol.assignment import Wish
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.kv import KeyEvent, KeyValue
 from taskgraph.protocol.messages import Encoded, Stamp
-from taskgraph.protocol.records import CheckpointRecord, EpochRecord, MemberRecord, PrimaryRecord, State
+from taskgraph.protocol.records import CheckpointRecord, EpochRecord, JobStatus, MemberRecord, PrimaryRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.runs import Runs, Violation
 from taskgraph.testing.simulate.shared import Sharing
@@ -29,7 +29,7 @@ __all__ = ["Invariants", "kind_of"]
 
 Key = tuple[int, int, int]
 
-_ENDED_BEFORE = (State.FAILED, State.CANCELLED)
+_ENDED_BEFORE = (JobStatus.FAILED, JobStatus.CANCELLED)
 """States of jobs that ended early."""
 
 
@@ -125,7 +125,7 @@ class Invariants:
         """Applies a write to the view, and checks it. Raises Violation."""
         view = self.view
         at = view.epoch.record if view.epoch is not None else None
-        state = view.status.record.state if view.status is not None else State.RUNNING
+        state = view.status.record.state if view.status is not None else JobStatus.RUNNING
         before = dict(view.primaries)
         held = {task: view.in_sync(task) for task in range(self._tasks)}
         gone_before = dict(view.gone)
@@ -144,9 +144,9 @@ class Invariants:
                 self._check_rolled_back_to_newest(pointer)
         elif at is not None and view.keys.checkpoint in written:
             self._check_pointer()
-        if view.status is not None and view.status.record.state != state and state != State.RUNNING:
+        if view.status is not None and view.status.record.state != state and state != JobStatus.RUNNING:
             back = view.running and at is not None and view.epoch is not None and view.epoch.record.epoch < at.epoch
-            if state != State.FINISHED or not (back or view.status.record.state == State.FAILED):
+            if state != JobStatus.FINISHED or not (back or view.status.record.state == JobStatus.FAILED):
                 raise Violation(f"the job {state}, and then it was {view.status.record.state}")
         if view.running == self._is_over and view.status is not None and view.status.record.state not in _ENDED_BEFORE:
             ended = "was the job's last one" if self._is_over else "was not, and the job ended"

@@ -15,7 +15,7 @@ from typing import TypeVar
 from unittest import mock
 
 from taskgraph.checkpoint.places import Bytes
-from taskgraph.checkpoint.store import Store
+from taskgraph.checkpoint.store import CheckpointStore
 from taskgraph.launch import resuming
 from taskgraph.testing.simulate.loop import own_time
 from taskgraph.testing.simulate.threads import FunctionTiming, InlineThreads
@@ -212,7 +212,7 @@ def launcher_uses(place: SimPlace, rng: random.Random, timing: FunctionTiming | 
     own = place.for_node("launcher")
     threads = FileThreads(rng, own, timing, lambda: 0.0)
     with (
-        mock.patch.object(resuming, "Store", partial(Store, place=own)),
+        mock.patch.object(resuming, "CheckpointStore", partial(CheckpointStore, place=own)),
         mock.patch.object(resuming, "PooledThreads", lambda name, limit: threads),
     ):
         yield

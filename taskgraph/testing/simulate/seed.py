@@ -24,7 +24,7 @@ from taskgraph.errors import JobRunning
 from taskgraph.node import reconciler, replica
 from taskgraph.node.epochs import inbound, pulls
 from taskgraph.node.primary import primary, unsent_offers
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import JobStatus
 from taskgraph.testing.simulate.drawing import (
     Resubmission,
     choose_race,
@@ -463,9 +463,9 @@ async def _wait_for_outcome(world: World, faults: Faults) -> str:
     waiting: list[asyncio.Future[Any]] = [status]
     try:
         record = await _wait_for(status, world, faults, "it hangs")
-        if record.state == State.CANCELLED and world.shut_down:
+        if record.state == JobStatus.CANCELLED and world.shut_down:
             return "shut down"
-        if record.state != State.FINISHED:
+        if record.state != JobStatus.FINISHED:
             return _judge_failure(world, record.reason, faults.ruthless or faults.bold)
         result = asyncio.ensure_future(world.result())
         waiting.append(result)
@@ -473,7 +473,7 @@ async def _wait_for_outcome(world: World, faults: Faults) -> str:
         if found is None:
             assert world.invariants.view.status is not None
             record = world.invariants.view.status.record
-            if record.state == State.CANCELLED and world.shut_down:  # it rolled back to a checkpoint before
+            if record.state == JobStatus.CANCELLED and world.shut_down:  # it rolled back to a checkpoint before
                 return "shut down"
             return _judge_failure(world, record.reason, faults.ruthless or faults.bold)
         world.invariants.check_commit_calls()

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import taskgraph as tg
 from taskgraph.checkpoint.manifest import CheckpointName, ExpectedJob
-from taskgraph.checkpoint.store import Store
+from taskgraph.checkpoint.store import CheckpointStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskGraphError, Unavailable
 from taskgraph.launch.collect import assemble, is_complete
@@ -29,7 +29,7 @@ from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, Put, Txn
 from taskgraph.protocol.messages import Encoded, Stamp
-from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, JobStatus, StatusRecord
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.invariants import Invariants, kind_of
@@ -392,7 +392,7 @@ class World:
         def cancel() -> None:
             if self.invariants.view.running:
                 self.shut_down = True
-                record = StatusRecord(state=State.CANCELLED, reason="shut down", writer="launcher")
+                record = StatusRecord(state=JobStatus.CANCELLED, reason="shut down", writer="launcher")
                 self.etcd.store.execute(transactions.fail(self.invariants.view, record))
 
         self.etcd.arrive(cancel)
@@ -403,7 +403,7 @@ class World:
         """Waits until the job has ended. Returns its status."""
         while True:
             view = self.invariants.view
-            if view.status is not None and view.status.record.state != State.RUNNING:
+            if view.status is not None and view.status.record.state != JobStatus.RUNNING:
                 return view.status.record
             await asyncio.sleep(0.02)
 
@@ -411,7 +411,7 @@ class World:
         """Waits until all tasks agree on the results. Returns them; None if the job failed after all."""
         while True:
             status = self.invariants.view.status
-            if status is None or status.record.state not in (State.FINISHED, State.RUNNING):
+            if status is None or status.record.state not in (JobStatus.FINISHED, JobStatus.RUNNING):
                 return None
             found: list[TaskResult] = []
             for known in self.existing():
@@ -476,7 +476,7 @@ class World:
     def _checkpoint_values(self, record: CheckpointRecord) -> dict[int, Encoded] | None:
         """Reads a checkpoint: task -> value. Returns None if the disk damaged it."""
         expected = ExpectedJob(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
-        store = Store("file:///simulated", expected, place=self.place.for_node("the checks"))
+        store = CheckpointStore("file:///simulated", expected, place=self.place.for_node("the checks"))
         try:
             manifest = store.open(record.name)
             read = {info.task: store.read(manifest, info.task) for info in manifest.files}

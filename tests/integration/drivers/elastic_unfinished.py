@@ -6,14 +6,14 @@ import time
 
 import numpy as np
 
-from taskgraph.checkpoint.store import Store
+from taskgraph.checkpoint.store import CheckpointStore
 from taskgraph.elastic_jobs.job import elastic
 
 
 @elastic(checkpoint_every_s=0.3)
 def fit(run, checkpoint: str, dies: bool = False):
     if dies:
-        Store.finish = lambda store, name: os.kill(os.getpid(), signal.SIGKILL)
+        CheckpointStore.finish = lambda store, name: os.kill(os.getpid(), signal.SIGKILL)
     s = run.state(w=np.zeros(3))
     for step in run.steps(rows=60, batch=12, parts=4, passes=30):
         for part in step:

@@ -18,7 +18,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from taskgraph.checkpoint import CheckpointName, ExpectedJob, Manifest, Store
+from taskgraph.checkpoint import CheckpointName, CheckpointStore, ExpectedJob, Manifest
 from taskgraph.checkpoint.files import FileInfo
 from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob
 from taskgraph.checkpoint.places import Directory, check_url, open_place
@@ -33,7 +33,9 @@ def boundary(number: float) -> Encoded:
     return encode({"state": {"theta": np.full(2000, number)}, "numbers": {}, "log": {}})
 
 
-def save(store: Store, epoch: int, before: tuple[str, ...] = (), *, attempt: int = 1, series: int = 1) -> Manifest:
+def save(
+    store: CheckpointStore, epoch: int, before: tuple[str, ...] = (), *, attempt: int = 1, series: int = 1
+) -> Manifest:
     """A complete checkpoint of tasks 0 and 2; task 1 has no state."""
     name = CheckpointName(series, attempt, epoch, "r1")
     files = [store.write(name, task, boundary(epoch + task)) for task in (0, 2)]
@@ -44,11 +46,11 @@ def save(store: Store, epoch: int, before: tuple[str, ...] = (), *, attempt: int
 
 
 @pytest.fixture(params=["file", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStore]:
     if request.param == "file":
-        yield Store(f"file://{tmp_path}/check%20points", EXPECTED)
+        yield CheckpointStore(f"file://{tmp_path}/check%20points", EXPECTED)
         return
-    yield Store(f"memory://bucket/{uuid.uuid4().hex}", EXPECTED)
+    yield CheckpointStore(f"memory://bucket/{uuid.uuid4().hex}", EXPECTED)
 
 
 def theta(value: Encoded | None) -> float:
@@ -56,7 +58,7 @@ def theta(value: Encoded | None) -> float:
     return float(decode(value)["state"]["theta"][0])
 
 
-def test_what_is_written_is_read(store: Store) -> None:
+def test_what_is_written_is_read(store: CheckpointStore) -> None:
     save(store, 10)
     (name,) = store.complete_names()
     manifest = store.open(str(name))
@@ -67,7 +69,7 @@ def test_what_is_written_is_read(store: Store) -> None:
     store.verify(manifest)
 
 
-def test_unseen_files(store: Store) -> None:
+def test_unseen_files(store: CheckpointStore) -> None:
     name = CheckpointName(1, 1, 10, "r1")
     written, missing = store.write(name, 0, boundary(1)), FileInfo(1, 100, "")
     assert store.find_damaged(store.manifest(name, [written])) == []
@@ -80,13 +82,13 @@ def test_unseen_files(store: Store) -> None:
     assert info == written, "where not even the directory is there"
 
 
-def test_nothing_is_there_at_first(store: Store) -> None:
+def test_nothing_is_there_at_first(store: CheckpointStore) -> None:
     assert store.complete_names() == []
     assert store.highest() == (0, 0)
     assert store.keep_only([], "s0001-a000001-e000000010-r1") == []
 
 
-def test_complete_after_finish(store: Store) -> None:
+def test_complete_after_finish(store: CheckpointStore) -> None:
     name = CheckpointName(1, 1, 10, "r1")
     info = store.write(name, 0, boundary(1))
     assert store.complete_names() == []
@@ -100,7 +102,7 @@ def test_complete_after_finish(store: Store) -> None:
     assert store.complete_names() == [name]
 
 
-def test_order_of_names(store: Store) -> None:
+def test_order_of_names(store: CheckpointStore) -> None:
     for epoch, attempt, series in ((30, 1, 1), (20, 2, 1), (10, 1, 2), (20, 1, 1)):
         save(store, epoch, attempt=attempt, series=series)
     assert [(n.series, n.attempt, n.epoch) for n in store.complete_names()] == [
@@ -112,7 +114,7 @@ def test_order_of_names(store: Store) -> None:
     assert store.highest() == (2, 2)
 
 
-def test_begun_series(store: Store) -> None:
+def test_begun_series(store: CheckpointStore) -> None:
     first = save(store, 30)
     store.begin(2, "r2")
     assert store.highest() == (2, 1)
@@ -134,7 +136,7 @@ def test_names_are_their_directories() -> None:
 
 
 def test_older_checkpoint_is_used(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     names = [save(store, epoch).name for epoch in (10, 20, 30, 40)]
     (tmp_path / "fit" / names[3] / "task-000002.safetensors").unlink()
     torn = tmp_path / "fit" / names[2] / "task-000000.safetensors"
@@ -160,7 +162,7 @@ def test_older_checkpoint_is_used(tmp_path: Path) -> None:
     [("manifest.json", "huge"), ("task-000002.safetensors", "pipe"), ("task-000002.safetensors", "endless")],
 )
 def test_wrong_kinds_of_files(tmp_path: Path, file: str, became: str) -> None:
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     good, bad = (save(store, epoch) for epoch in (10, 20))
     path = tmp_path / "fit" / bad.name / file
     if became == "huge":
@@ -178,7 +180,7 @@ def test_wrong_kinds_of_files(tmp_path: Path, file: str, became: str) -> None:
 
 
 def test_fsspec_reads_within_limit() -> None:
-    store = Store(f"memory://bucket/{uuid.uuid4().hex}", EXPECTED)
+    store = CheckpointStore(f"memory://bucket/{uuid.uuid4().hex}", EXPECTED)
     good, bad = (save(store, epoch) for epoch in (10, 20))
     place: Any = store._place
     with place._fs.open(place._path(f"fit/{bad.name}/task-000000.safetensors"), "ab") as file:
@@ -189,7 +191,7 @@ def test_fsspec_reads_within_limit() -> None:
 
 
 def test_no_memory_for_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     manifest = save(store, 10)
 
     def full(*args: object) -> None:
@@ -203,7 +205,7 @@ def test_no_memory_for_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_unlistable_checkpoint(tmp_path: Path) -> None:
     """A directory of another user's, or on a bad block: no checkpoint could be used for it, whatever else was there."""
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     good = save(store, 10).name
     bad = str(CheckpointName(1, 1, 20, "r1"))
     (tmp_path / "fit" / bad).write_text("what cannot be listed, for root neither")
@@ -241,7 +243,7 @@ def test_file_that_is_no_manifest(data: bytes) -> None:
 
 
 def test_torn_final_manifest(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     name = save(store, 10).name
     (tmp_path / "fit" / name / "manifest.json").write_bytes(b"{")
     assert store.open(name).name == name
@@ -272,8 +274,8 @@ def test_torn_final_manifest(tmp_path: Path) -> None:
 def test_checkpoint_of_changed_job(
     tmp_path: Path, expected: ExpectedJob, kind: type[CheckpointError], text: str
 ) -> None:
-    name = save(Store(str(tmp_path), EXPECTED), 10).name
-    found = Store(str(tmp_path), expected).find_newest([name])
+    name = save(CheckpointStore(str(tmp_path), EXPECTED), 10).name
+    found = CheckpointStore(str(tmp_path), expected).find_newest([name])
     assert found.manifest is None and found.kinds == {kind}
     assert text in found.refused[0]
 
@@ -286,15 +288,15 @@ def test_checkpoint_of_changed_job(
     ],
 )
 def test_checkpoint_of_accepted_job(tmp_path: Path, expected: ExpectedJob) -> None:
-    name = save(Store(str(tmp_path), EXPECTED), 10).name
-    store = Store(str(tmp_path), expected)
+    name = save(CheckpointStore(str(tmp_path), EXPECTED), 10).name
+    store = CheckpointStore(str(tmp_path), expected)
     found = store.find_newest([name])
     assert found.manifest is not None and found.manifest.fingerprint == "f1"
     assert store.read(found.manifest, 2) is not None
 
 
 def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     manifest = save(store, 10)
     for file in (tmp_path / "fit" / manifest.name).glob("manifest*.json"):
         file.write_text(file.read_text().replace("taskgraph checkpoint 5", "taskgraph checkpoint 4"))
@@ -305,7 +307,7 @@ def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
 
 
 def test_renamed_checkpoint(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     name = save(store, 10).name
     other = name.replace("e000000010", "e000000020")
     os.rename(tmp_path / "fit" / name, tmp_path / "fit" / other)
@@ -313,10 +315,10 @@ def test_renamed_checkpoint(tmp_path: Path) -> None:
         store.open(other)
     os.rename(tmp_path / "fit", tmp_path / "fat")
     with pytest.raises(CheckpointError, match="foreign: job is fit, here it is fat"):
-        Store(f"file://{tmp_path}", ExpectedJob(job="fat", fingerprint="f1", tasks=3)).open(other)
+        CheckpointStore(f"file://{tmp_path}", ExpectedJob(job="fat", fingerprint="f1", tasks=3)).open(other)
 
 
-def test_old_checkpoints_are_removed(store: Store) -> None:
+def test_old_checkpoints_are_removed(store: CheckpointStore) -> None:
     names = [save(store, epoch).name for epoch in (10, 20, 30)]
     unfinished = CheckpointName(1, 1, 25, "r0")
     store.write(unfinished, 0, boundary(0))
@@ -330,7 +332,7 @@ def test_old_checkpoints_are_removed(store: Store) -> None:
 
 def test_manifest_is_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does that may be killed in between, and who goes on from what is left must not take it for whole."""
-    store, real = Store(f"file://{tmp_path}", EXPECTED), Directory.remove
+    store, real = CheckpointStore(f"file://{tmp_path}", EXPECTED), Directory.remove
     names = [save(store, epoch).name for epoch in (10, 20)]
     complete: list[list[CheckpointName]] = []
 
@@ -354,7 +356,7 @@ def test_unremovable_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         real(self, path)
 
     monkeypatch.setattr(Directory, "remove", remove)
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     names = [save(store, epoch).name for epoch in (10, 20, 30, 40)]
     with pytest.raises(PermissionError, match="-e000000010-"):
         store.keep_only(names[3:], names[3])
@@ -362,7 +364,7 @@ def test_unremovable_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_files_stay(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     name = save(store, 10).name
     (tmp_path / "fit" / "notes.txt").write_text("mine")
     (tmp_path / "fit" / "s1").mkdir()
@@ -375,8 +377,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     """A real ENOSPC or EFBIG: the file's size is limited by the kernel."""
     script = f"""
         import resource, signal, sys
-        from tests.unit.checkpoint.test_store import EXPECTED, CheckpointName, Store, boundary, encode, np, save
-        store = Store("file://{tmp_path}", EXPECTED)
+        from tests.unit.checkpoint.test_store import EXPECTED, CheckpointName, CheckpointStore, encode, np, save
+        store = CheckpointStore("file://{tmp_path}", EXPECTED)
         save(store, 10)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -388,12 +390,12 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     """
     done = python(script)
     assert "File too large" in done.stdout
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     assert [n.epoch for n in store.complete_names()] == [10]
     assert os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1") == []
 
 
-def test_discard(store: Store) -> None:
+def test_discard(store: CheckpointStore) -> None:
     whole, failed = save(store, 10), CheckpointName(1, 1, 20, "r1")
     store.discard(failed)  # nothing was
     store.write(failed, 0, boundary(0))
@@ -403,7 +405,7 @@ def test_discard(store: Store) -> None:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_discard_keeps_complete_checkpoint(store: Store, finished: bool) -> None:
+def test_discard_keeps_complete_checkpoint(store: CheckpointStore, finished: bool) -> None:
     """One that had stood still gave it up, and removed the newest checkpoint of the job."""
     name = CheckpointName(1, 1, 20, "r1")
     store.stage(store.manifest(name, [store.write(name, 0, boundary(0))]))
@@ -413,7 +415,7 @@ def test_discard_keeps_complete_checkpoint(store: Store, finished: bool) -> None
     assert store.find_newest([str(name)]).refused == ()
 
 
-def test_discard_stops_at_completion(store: Store) -> None:
+def test_discard_stops_at_completion(store: CheckpointStore) -> None:
     """It is looked at before each file, as is whether whoever removes it still may."""
     name, asked = CheckpointName(1, 1, 20, "r1"), []
     for task in range(3):
@@ -430,7 +432,7 @@ def test_discard_stops_at_completion(store: Store) -> None:
     assert store.find_newest([str(name)]).refused == ()
 
 
-def test_what_is_removed_is_listed_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_removed_is_listed_once(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store was asked for a listing before each file: of 500 tasks 500, of up to 500 files."""
     name, place, listed = CheckpointName(1, 1, 20, "r1"), store._place, []
     for task in range(20):
@@ -448,14 +450,14 @@ def test_what_is_removed_is_listed_once(store: Store, monkeypatch: pytest.Monkey
 
 
 def test_discard_stops_without_right(tmp_path: Path) -> None:
-    store, name = Store(f"file://{tmp_path}", EXPECTED), CheckpointName(1, 1, 20, "r1")
+    store, name = CheckpointStore(f"file://{tmp_path}", EXPECTED), CheckpointName(1, 1, 20, "r1")
     store.write(name, 0, boundary(0))
     store.discard(name, lambda: False)
     assert os.listdir(tmp_path / "fit" / str(name)) == ["task-000000.safetensors"]
 
 
 def test_discard_keeps_files_being_written(tmp_path: Path) -> None:
-    store, name = Store(f"file://{tmp_path}", EXPECTED), CheckpointName(1, 1, 20, "r1")
+    store, name = CheckpointStore(f"file://{tmp_path}", EXPECTED), CheckpointName(1, 1, 20, "r1")
     store.write(name, 0, boundary(0))
     beside = tmp_path / "fit" / str(name) / ".task-000002.safetensors.abc.tmp"
     beside.touch()
@@ -465,7 +467,7 @@ def test_discard_keeps_files_being_written(tmp_path: Path) -> None:
 
 def test_sweep(tmp_path: Path) -> None:
     """What a writer that was killed left in it stayed, and so its directory did."""
-    store, name = Store(f"file://{tmp_path}", EXPECTED, by="a1"), CheckpointName(1, 1, 20, "r1")
+    store, name = CheckpointStore(f"file://{tmp_path}", EXPECTED, by="a1"), CheckpointName(1, 1, 20, "r1")
     folder, asked = tmp_path / "fit" / str(name), []
 
     def writes(task: int, by: str) -> bool:
@@ -492,7 +494,7 @@ def test_sweep(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_sweep_keeps_complete_checkpoint(store: Store) -> None:
+def test_sweep_keeps_complete_checkpoint(store: CheckpointStore) -> None:
     whole = save(store, 10)
     store.remove_unfinished(whole.parsed_name, lambda task, by: False)
     assert store.find_newest([whole.name]).refused == ()
@@ -503,7 +505,7 @@ def test_sweep_keeps_complete_checkpoint(store: Store) -> None:
 
 
 def test_directory_removed_before_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, name, real = Store(f"file://{tmp_path}", EXPECTED), CheckpointName(1, 1, 20, "r1"), Path.mkdir
+    store, name, real = CheckpointStore(f"file://{tmp_path}", EXPECTED), CheckpointName(1, 1, 20, "r1"), Path.mkdir
     made: list[Path] = []
 
     def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
@@ -525,7 +527,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     if done.returncode:
         pytest.skip(f"no mount here: {done.stderr}")
     try:
-        store = Store(f"file://{mounted}", EXPECTED)
+        store = CheckpointStore(f"file://{mounted}", EXPECTED)
         name = save(store, 10).name
         big = encode({"state": np.zeros(100_000), "numbers": {}, "log": {}})
         with pytest.raises(OSError, match="No space left"):
@@ -539,8 +541,8 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 def test_a_writer_that_was_killed_half_way(tmp_path: Path) -> None:
     script = f"""
         import os, signal
-        from tests.unit.checkpoint.test_store import EXPECTED, Directory, CheckpointName, Store, boundary, save
-        store = Store("file://{tmp_path}", EXPECTED)
+        from tests.unit.checkpoint.test_store import EXPECTED, CheckpointName, CheckpointStore, Directory, save
+        store = CheckpointStore("file://{tmp_path}", EXPECTED)
         save(store, 10)
         def parts():
             yield b"x" * 5000
@@ -549,7 +551,7 @@ def test_a_writer_that_was_killed_half_way(tmp_path: Path) -> None:
     """
     done = python(script, check=False)
     assert done.returncode == -signal.SIGKILL
-    store = Store(f"file://{tmp_path}", EXPECTED)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED)
     assert [n.epoch for n in store.complete_names()] == [10]
     (left,) = os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1")
     assert left.endswith(".tmp")
@@ -602,7 +604,7 @@ def test_directory_that_cannot_be_made() -> None:
         Directory(Path("/proc/no-place")).write("name/f", [b"x"])
 
 
-def test_what_other_runs_wrote_is_found(store: Store) -> None:
+def test_what_other_runs_wrote_is_found(store: CheckpointStore) -> None:
     mine, *others = (
         CheckpointName(2, 1, 10, "mine"),
         CheckpointName(1, 1, 40, "early"),
@@ -686,7 +688,7 @@ def test_unreachable_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_of_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store("memory://bucket/broken", EXPECTED)
+    store = CheckpointStore("memory://bucket/broken", EXPECTED)
     place: Any = store._place
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -712,7 +714,7 @@ class Flaky(Directory):
 
 def test_transient_read_error(tmp_path: Path) -> None:
     place = Flaky(tmp_path)
-    store = Store(f"file://{tmp_path}", EXPECTED, place=place)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED, place=place)
     save(store, 10)
     (name,) = store.complete_names()
     place.failing = 2
@@ -724,7 +726,7 @@ def test_transient_read_error(tmp_path: Path) -> None:
 def test_lasting_read_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.checkpoint.store._PAUSES_S", (0.001, 0.001))
     place = Flaky(tmp_path)
-    store = Store(f"file://{tmp_path}", EXPECTED, place=place)
+    store = CheckpointStore(f"file://{tmp_path}", EXPECTED, place=place)
     manifest = save(store, 10)
     place.failing = 3
     with pytest.raises(CheckpointError, match=r"task-000000.safetensors cannot be read: .*not now"):

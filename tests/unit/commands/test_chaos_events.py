@@ -15,7 +15,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import JobStatus, NodeRecord, StatusRecord
 from taskgraph.task import Task
 
 KEYS = Keys("fit")
@@ -45,7 +45,7 @@ async def test_chaos_shows_new_events_despite_clocks(
     async with asyncio.timeout(30):
         running = asyncio.ensure_future(chaos._chaos(options("chaos"), ("kill",), 1))
         await begun.wait()
-        finished = StatusRecord(state=State.FINISHED)
+        finished = StatusRecord(state=JobStatus.FINISHED)
         await etcd.txn(Txn(success=(told("meanwhile", -3600.0), Put(KEYS.status, finished.to_bytes()))))
         assert await running == 0
     shown = capsys.readouterr().out

@@ -31,7 +31,7 @@ from taskgraph.errors import DecodeError, JobError, JobRunning, Unavailable, Unk
 from taskgraph.launch import resuming
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.system.environment import THREADS
 
 RUNS = f"{__file__}:fit"
@@ -340,7 +340,7 @@ def gone(name: str, *, embedded: bool) -> JobEntry:
 
 def test_ended_jobs_are_named() -> None:
     for number, name in enumerate(("a", "b", "c", "d", "e", "f")):
-        Runtime().keep_finished(name, KeptJob(status=StatusRecord(state=State.FINISHED)))
+        Runtime().keep_finished(name, KeptJob(status=StatusRecord(state=JobStatus.FINISHED)))
         os.utime(Runtime().root / "finished" / f"{name}.json", (number, number))
     found = "No job runs here. Ended here: f, e, d, c, b, ... Elsewhere: give its name and --etcd."
     with pytest.raises(UnknownJob, match=re.escape(found)):
@@ -354,7 +354,7 @@ def test_ended_jobs_are_named() -> None:
 @pytest.mark.parametrize("embedded", [True, False])
 def test_killed_launcher_hides_earlier_run(embedded: bool, capsys: pytest.CaptureFixture[str]) -> None:
     runtime = Runtime()
-    runtime.keep_finished("fit", KeptJob(status=StatusRecord(state=State.FINISHED)))
+    runtime.keep_finished("fit", KeptJob(status=StatusRecord(state=JobStatus.FINISHED)))
     runtime.put(killed := gone("fit", embedded=embedded))
     (runtime.folder("fit") / "n1.log").write_text("hello")
     for command in ("status", "events", "result"):
@@ -377,7 +377,7 @@ def test_job_ends_while_command_connects(
         if then != "runs":
             runtime.remove("fit")
         if then == "finished":
-            runtime.keep_finished("fit", KeptJob(status=StatusRecord(state=State.FINISHED)))
+            runtime.keep_finished("fit", KeptJob(status=StatusRecord(state=JobStatus.FINISHED)))
         elif then == "began again":
             runtime.put(replace(found, etcd="127.0.0.1:8"))
         elif then == "killed":

@@ -16,7 +16,7 @@ from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ async def etcd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MemoryCoordin
     """With `one` and `two`, which have ended, and `fit`, which runs."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     found = in_memory(monkeypatch)
-    for name, state in (("one", State.FINISHED), ("two", State.FAILED), ("fit", State.RUNNING)):
+    for name, state in (("one", JobStatus.FINISHED), ("two", JobStatus.FAILED), ("fit", JobStatus.RUNNING)):
         await found.txn(Txn(success=(Put(Keys(name).status, StatusRecord(state=state).to_bytes()),)))
     return found
 
@@ -34,7 +34,7 @@ async def names(etcd: MemoryCoordinator) -> list[str]:
 
 
 async def test_forget_skips_refused_jobs(etcd: MemoryCoordinator, capsys: pytest.CaptureFixture[str]) -> None:
-    Runtime().keep_finished("two", KeptJob(status=StatusRecord(state=State.FAILED)))
+    Runtime().keep_finished("two", KeptJob(status=StatusRecord(state=JobStatus.FAILED)))
     jobs = ("one", "fit", "", "two", "three")
     with pytest.raises(UnknownJob, match="nothing is kept in etcd of a job 'three'"):
         await forget(parser().parse_args(["forget", *jobs, "--etcd", ETCD]))

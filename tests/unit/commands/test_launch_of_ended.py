@@ -23,7 +23,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.results import JobResult
 
 KEYS = Keys("fit")
@@ -38,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
     async def launch_nodes(*arguments: object, **options: object) -> tuple[StatusRecord, None]:
         counts.append(1)
-        return StatusRecord(state=State.FINISHED), None
+        return StatusRecord(state=JobStatus.FINISHED), None
 
     monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
     return counts
@@ -60,8 +60,8 @@ async def launched(monkeypatch: pytest.MonkeyPatch, status: StatusRecord, *puts:
         return await joining._launch(cli.parser().parse_args(["launch", "fit", "--nodes", "1"]))
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
-async def test_failed_job_gets_no_nodes(started: list[int], monkeypatch: pytest.MonkeyPatch, state: State) -> None:
+@pytest.mark.parametrize("state", [JobStatus.FAILED, JobStatus.CANCELLED])
+async def test_failed_job_gets_no_nodes(started: list[int], monkeypatch: pytest.MonkeyPatch, state: JobStatus) -> None:
     with pytest.raises(tg.JobFailed, match="for a reason") as failed:
         await launched(monkeypatch, StatusRecord(state=state, reason="for a reason"))
     assert "no nodes were started; `taskgraph submit` starts it again" in failed.value.__notes__[0] and not started
@@ -70,7 +70,7 @@ async def test_failed_job_gets_no_nodes(started: list[int], monkeypatch: pytest.
 async def test_finished_job_names_its_values(
     started: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finished = StatusRecord(state=State.FINISHED)
+    finished = StatusRecord(state=JobStatus.FINISHED)
     kept = Put(KEYS.collected, KeptJob(result="{}").to_bytes())
     assert await launched(monkeypatch, finished, kept) == 0
     says = "has finished already: no nodes were started; its values: `taskgraph result fit{}`"
@@ -86,7 +86,7 @@ async def test_finished_job_names_its_values(
 
 
 async def test_uncollected_results_need_nodes(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await launched(monkeypatch, StatusRecord(state=State.FINISHED)) == 0
+    assert await launched(monkeypatch, StatusRecord(state=JobStatus.FINISHED)) == 0
     assert started == [1]
 
 
@@ -109,10 +109,10 @@ async def test_lost_values_fail_launch(
             here.set_result(None)
             follower.keeper.notify_later()
         await waiting
-        return StatusRecord(state=State.FINISHED), JobResult(name="fit", values={0: 1.5})
+        return StatusRecord(state=JobStatus.FINISHED), JobResult(name="fit", values={0: 1.5})
 
     monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
-    code = await launched(monkeypatch, StatusRecord(state=State.FINISHED))
+    code = await launched(monkeypatch, StatusRecord(state=JobStatus.FINISHED))
     said = capsys.readouterr()
     assert said.out == "1.5\n" and code == (0 if how == "taken" else 1)
     lost = "nobody came" if how == "given up" else "its last node left before anyone collected them"
@@ -121,22 +121,22 @@ async def test_lost_values_fail_launch(
 
 
 @pytest.mark.usefixtures("started")
-@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.FINISHED])
+@pytest.mark.parametrize("state", [JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.FINISHED])
 async def test_result_is_of_the_last_run(
     state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     earlier = JobResult(name="fit", values={0: 1.5}).to_json()
-    Runtime().keep_finished("fit", KeptJob(run="before", status=StatusRecord(state=State.FINISHED), result=earlier))
+    Runtime().keep_finished("fit", KeptJob(run="before", status=StatusRecord(state=JobStatus.FINISHED), result=earlier))
 
     async def launch_nodes(*arguments: object, **options: object) -> tuple[StatusRecord, None]:
         return StatusRecord(state=state, reason="for a reason"), None
 
     monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
-    running = StatusRecord(state=State.RUNNING)
+    running = StatusRecord(state=JobStatus.RUNNING)
     with contextlib.suppress(tg.JobFailed):
         assert await launched(monkeypatch, running) == 0
     capsys.readouterr()
     code = cli.main(["result", "fit"])
     said = capsys.readouterr()
-    says, ends = ("`taskgraph result fit --etcd a:1` asks", 3) if state == State.FINISHED else ("for a reason", 1)
+    says, ends = ("`taskgraph result fit --etcd a:1` asks", 3) if state == JobStatus.FINISHED else ("for a reason", 1)
     assert (said.out, code) == ("", ends) and says in said.err

@@ -23,7 +23,7 @@ from taskgraph.jobs import Job
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import JobStatus, NodeRecord, StatusRecord
 from taskgraph.task import Task
 
 KEYS = Keys("fit")
@@ -82,4 +82,4 @@ async def test_events_and_shutdown_work(etcd: MemoryCoordinator) -> None:
     assert await _events(options("events")) == 0
     assert await shutdown(options("shutdown")) == 0
     status = await etcd.get(KEYS.status)
-    assert status is not None and StatusRecord.from_bytes(status.value).state == State.CANCELLED
+    assert status is not None and StatusRecord.from_bytes(status.value).state == JobStatus.CANCELLED

@@ -22,7 +22,7 @@ from taskgraph.jobs import Job
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import JobStatus, NodeRecord, StatusRecord
 from taskgraph.task import Task
 from taskgraph.transport.hello import token_mark
 
@@ -106,7 +106,7 @@ async def test_commands_refuse_another_token(
     etcd: MemoryCoordinator, old: Path, command: Callable[[Any], Coroutine[Any, Any, Any]], given: bool
 ) -> None:
     await submitted(etcd, token_mark(bytes.fromhex(NEW)))
-    await etcd.txn(Txn(success=(Put(KEYS.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
+    await etcd.txn(Txn(success=(Put(KEYS.status, StatusRecord(state=JobStatus.FINISHED).to_bytes()),)))
     words = ["--token-file", str(old)] if given else []
     more = [] if command is _result else ["--nodes", "1"]
     with pytest.raises(JobError, match=r"another token.*--token-file" if given else "token of job 'fit'.*--token-file"):

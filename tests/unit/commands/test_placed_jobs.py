@@ -21,7 +21,7 @@ from taskgraph.launch.follow import Follower
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.task import Task
 
 PACKAGES = Path(__file__).parents[2] / "launchers"
@@ -55,7 +55,7 @@ def test_job_is_found_by_its_name_or_alone() -> None:
     placed("grow")
     with pytest.raises(JobError, match="several jobs were submitted here: name one of fit, grow"):
         found()
-    ended = KeptJob(run="r", status=StatusRecord(state=State.FINISHED))
+    ended = KeptJob(run="r", status=StatusRecord(state=JobStatus.FINISHED))
     Runtime().keep_finished("fit", ended)
     assert found() == ("grow", "etcd1:2379", TOKEN), "the other one has ended"
     forget_placed("grow")

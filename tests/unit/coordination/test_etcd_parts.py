@@ -21,7 +21,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pause_s
 from taskgraph.coordination.etcd.convert import event, has_writes, key_value, range_of, txn_request
-from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
+from taskgraph.coordination.etcd.failures import FailureKind, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease, RenewalSchedule
 from taskgraph.coordination.etcd.login import Login
 from taskgraph.coordination.etcd.methods import STATUS
@@ -372,22 +372,26 @@ def test_key_that_is_no_utf_8() -> None:
 @pytest.mark.parametrize(
     ("code", "details", "verdict"),
     [
-        (Code.UNAVAILABLE, "failed to connect to all addresses; last error: refused", Verdict.NOT_EXECUTED),
-        (Code.UNAVAILABLE, "etcdserver: no leader", Verdict.NOT_EXECUTED),
-        (Code.RESOURCE_EXHAUSTED, "etcdserver: too many requests", Verdict.NOT_EXECUTED),
-        (Code.UNAUTHENTICATED, "etcdserver: invalid auth token", Verdict.LOGIN),
-        (Code.INVALID_ARGUMENT, "etcdserver: duplicate key given in txn request", Verdict.REFUSED),
-        (Code.PERMISSION_DENIED, "etcdserver: permission denied", Verdict.REFUSED),
-        (Code.RESOURCE_EXHAUSTED, "grpc: received message larger than max (3 vs. 2)", Verdict.REFUSED),
+        (Code.UNAVAILABLE, "failed to connect to all addresses; last error: refused", FailureKind.NOT_EXECUTED),
+        (Code.UNAVAILABLE, "etcdserver: no leader", FailureKind.NOT_EXECUTED),
+        (Code.RESOURCE_EXHAUSTED, "etcdserver: too many requests", FailureKind.NOT_EXECUTED),
+        (Code.UNAUTHENTICATED, "etcdserver: invalid auth token", FailureKind.LOGIN),
+        (Code.INVALID_ARGUMENT, "etcdserver: duplicate key given in txn request", FailureKind.REFUSED),
+        (Code.PERMISSION_DENIED, "etcdserver: permission denied", FailureKind.REFUSED),
+        (Code.RESOURCE_EXHAUSTED, "grpc: received message larger than max (3 vs. 2)", FailureKind.REFUSED),
         # The connection broke after the request may have left; the leader died after it may have proposed.
-        (Code.UNAVAILABLE, "Socket closed", Verdict.UNKNOWN),
-        (Code.UNAVAILABLE, "recvmsg:Connection reset by peer", Verdict.UNKNOWN),
-        (Code.UNAVAILABLE, "etcdserver: request timed out, possibly due to previous leader failure", Verdict.UNKNOWN),
-        (Code.UNAVAILABLE, "etcdserver: server stopped", Verdict.UNKNOWN),
-        (Code.DEADLINE_EXCEEDED, "Deadline Exceeded", Verdict.UNKNOWN),
-        (Code.CANCELLED, "", Verdict.UNKNOWN),
+        (Code.UNAVAILABLE, "Socket closed", FailureKind.UNKNOWN),
+        (Code.UNAVAILABLE, "recvmsg:Connection reset by peer", FailureKind.UNKNOWN),
+        (
+            Code.UNAVAILABLE,
+            "etcdserver: request timed out, possibly due to previous leader failure",
+            FailureKind.UNKNOWN,
+        ),
+        (Code.UNAVAILABLE, "etcdserver: server stopped", FailureKind.UNKNOWN),
+        (Code.DEADLINE_EXCEEDED, "Deadline Exceeded", FailureKind.UNKNOWN),
+        (Code.CANCELLED, "", FailureKind.UNKNOWN),
         # The transaction that crosses the quota is executed and answered with this.
-        (Code.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", Verdict.UNKNOWN),
+        (Code.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", FailureKind.UNKNOWN),
     ],
 )
 def test_verdict_on_a_failed_call(code, details: str, verdict) -> None:

@@ -12,7 +12,7 @@ from taskgraph.coordination.api import Coordinator, DataLost, Listing, WatchBatc
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.protocol.kv import Op, Put, Txn
-from taskgraph.protocol.records import EpochRecord, NodeRecord, PrimaryRecord, Record, State, StatusRecord
+from taskgraph.protocol.records import EpochRecord, JobStatus, NodeRecord, PrimaryRecord, Record, StatusRecord
 from taskgraph.protocol.view import JobView
 
 
@@ -122,7 +122,7 @@ async def test_run_by_prefixes_ignores_commits(cluster, node: Coordinator, monke
         await node.txn(Txn(success=(Put(key, record.to_bytes()),)))
 
     await put(keys.epoch, EpochRecord(epoch=0, attempt=0))
-    await put(keys.status, StatusRecord(state=State.RUNNING))
+    await put(keys.status, StatusRecord(state=JobStatus.RUNNING))
     await keeper.load()
     watching = asyncio.create_task(keeper.run_with_listings(keys.nodes, keys.status))
     for epoch in range(5):
@@ -139,7 +139,7 @@ async def test_run_by_prefixes_ignores_commits(cluster, node: Coordinator, monke
     assert keeper.view.primary_node(3) == "n1", "all of it is as it was then"
     assert listed == 2
     await put(keys.epoch, EpochRecord(epoch=5, attempt=0))
-    await put(keys.status, StatusRecord(state=State.FINISHED))
+    await put(keys.status, StatusRecord(state=JobStatus.FINISHED))
     await keeper.wait_until(lambda view: not view.running)
     assert listed == 3
     watching.cancel()
@@ -202,7 +202,9 @@ async def test_reopened_watch_lists_again(by: bool) -> None:
     etcd = Anew()
     keeper = ViewKeeper(etcd, "fit", refresh_s=1.0)
     keys = keeper.view.keys
-    await etcd.txn(Txn(success=(Put(keys.spec, b"{}"), Put(keys.status, StatusRecord(state=State.FAILED).to_bytes()))))
+    await etcd.txn(
+        Txn(success=(Put(keys.spec, b"{}"), Put(keys.status, StatusRecord(state=JobStatus.FAILED).to_bytes())))
+    )
     await keeper.load()
     watching = asyncio.create_task(keeper.run_with_listings(keys.nodes, keys.status) if by else keeper.run())
     etcd.set_up_anew()
@@ -221,7 +223,7 @@ async def test_older_backup_is_noticed() -> None:
 
     async def put(epoch: int) -> None:
         record = Put(keys.epoch, EpochRecord(epoch=epoch, attempt=1).to_bytes())
-        status = Put(keys.status, StatusRecord(state=State.RUNNING).to_bytes())
+        status = Put(keys.status, StatusRecord(state=JobStatus.RUNNING).to_bytes())
         await etcd.txn(Txn(success=(record, status, Put(keys.spec, b"{}"))))
 
     await put(60)
@@ -410,7 +412,7 @@ async def test_error_of_a_listener_ends_the_watch(monkeypatch: pytest.MonkeyPatc
     else:
         if how == "in time":
             monkeypatch.setattr(keeper, "_pause_ends_at", node.now() + 0.01)
-        status = StatusRecord(state=State.RUNNING).to_bytes()
+        status = StatusRecord(state=JobStatus.RUNNING).to_bytes()
         await node.txn(Txn(success=(Put(keeper.view.keys.status, status),)))
     async with asyncio.timeout(10):
         with pytest.raises(AssertionError, match="a mistake"):

@@ -20,7 +20,7 @@ _parts_while_joining: itertools.count[int] | None = None
 def pause() -> None:
     """For parts: leaves a node that starts the time to join before the job is over, ever more of it."""
     joining = _parts_while_joining
-    time.sleep(0.0002 if joining is None else min(0.005 * 1.1 ** next(joining), 1.0))
+    time.sleep(0.0002 if joining is None else min(0.005 * 1.1 ** next(joining), 0.5))
 
 
 Scenario = tuple[int, str]
@@ -63,7 +63,7 @@ async def run_job(
                 trace()
             elif event == "K":
                 cluster.crash(cluster.living[-1].id)
-        return await cluster.result(30)
+        return await cluster.result(90)  # pauses take that long if nodes start slowly
     finally:
         await cluster.stop()
         _parts_while_joining = None

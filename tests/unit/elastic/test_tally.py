@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from taskgraph.elastic_jobs.hand import FinishedPiece, Hand, wanted_length
 from taskgraph.elastic_jobs.tally import News, Tally, holder_of, share_of_round, worker_of
 from taskgraph.graph.values import decode, encode
-from taskgraph.protocol.dealing import Ledger, Ticket
+from taskgraph.protocol.dealing import QueueLedger, Ticket
 
 VIEW = (3, ("n1.0", "n2.0", "n3.2"))
 
@@ -23,7 +23,7 @@ def rounds_of(tally: Tally, *news: News) -> Any:
 
 
 def begun(pieces: int, **options: Any) -> Tally:
-    tally = Tally(Ledger(pieces, **options))
+    tally = Tally(QueueLedger(pieces, **options))
     rounds_of(tally, News("n1.0", view=VIEW))
     return tally
 
@@ -160,7 +160,7 @@ def test_a_queue_has_work_for_two_rounds(
 def test_one_slow_worker_of_four_costs_little(piece_ms: int, pieces: int) -> None:
     """Plays rounds of 17 ms, millisecond by millisecond."""
     now = [0.0]
-    tally, view = Tally(Ledger(pieces)), (1, tuple(f"n{number}.1" for number in range(4)))
+    tally, view = Tally(QueueLedger(pieces)), (1, tuple(f"n{number}.1" for number in range(4)))
     hands = {holder: Hand(lambda: now[0], lambda waiting: None, lambda: None) for holder in view[1]}
     takes_ms = {holder: piece_ms * (4 if holder == "n2.1" else 1) for holder in hands}
     ends = dict.fromkeys(hands, 0)

@@ -33,7 +33,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue, Put, Txn, TxnResult
-from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, JobStatus, PrimaryRecord, StatusRecord
 from taskgraph.results import JobResult
 
 NAME = "again"
@@ -83,7 +83,7 @@ class Away(MemoryCoordinator):
 
 
 async def end(coordinator: MemoryCoordinator) -> None:
-    ended = StatusRecord(state=State.CANCELLED, reason="by hand")
+    ended = StatusRecord(state=JobStatus.CANCELLED, reason="by hand")
     await coordinator.txn(Txn(success=(Put(KEYS.status, ended.to_bytes()),)))
 
 
@@ -125,14 +125,14 @@ async def test_late_launcher_leaves_the_next_run_alone() -> None:
         await end(coordinator)
         await submit(coordinator, second)
         assert not await follower.cancel_job("it did not end within 5 s")
-        assert await state(coordinator) == State.RUNNING
+        assert await state(coordinator) == JobStatus.RUNNING
         await follower.let_go([], RESULT)
         assert await coordinator.get(KEYS.collected) is None
     async with followed(coordinator, second) as follower:
         await follower.let_go([], RESULT)
         assert await coordinator.get(KEYS.collected) is not None
         assert await follower.cancel_job("it did not end within 5 s")
-        assert await state(coordinator) == State.CANCELLED
+        assert await state(coordinator) == JobStatus.CANCELLED
 
 
 async def reached_by(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_limit_of_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         tg.run(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME), nodes=0)
 
 
-FINISHED = Put(KEYS.status, StatusRecord(state=State.FINISHED).to_bytes())
+FINISHED = Put(KEYS.status, StatusRecord(state=JobStatus.FINISHED).to_bytes())
 CHECKPOINT = Put(KEYS.checkpoint, CheckpointRecord(epoch=20, attempt=1, name="x").to_bytes())
 
 
@@ -233,7 +233,7 @@ async def test_follower_does_not_follow_the_next_run() -> None:
         await follower.keeper.load()
         async with asyncio.timeout(30):
             status = await ended
-        assert status.state == State.CANCELLED and "another one was submitted under its name" in status.reason
+        assert status.state == JobStatus.CANCELLED and "another one was submitted under its name" in status.reason
 
 
 async def test_too_large_submit_names_its_size() -> None:
@@ -277,7 +277,7 @@ async def test_failed_start_names_the_job_it_leaves() -> None:
     assert "job 'again' may be left there as running" in note and "`taskgraph shutdown again --etcd a:1`" in note
     another = Unavailable("away")
     await _cancel_unbegun(follower, ENTRY, Unavailable, another, None)
-    assert await state(coordinator) == State.CANCELLED and not hasattr(another, "__notes__")
+    assert await state(coordinator) == JobStatus.CANCELLED and not hasattr(another, "__notes__")
     await follower.keeper.load()
     coordinator.times = 1
     await _cancel_unbegun(follower, ENTRY, Unavailable, another, None)

@@ -15,7 +15,7 @@ from taskgraph.launch.forget import forget
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn, TxnResult
-from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
+from taskgraph.protocol.records import JobStatus, PrimaryRecord, StatusRecord
 from taskgraph.task import Task
 
 KEYS = Keys("fit")
@@ -66,7 +66,7 @@ async def etcd() -> Etcd:
     return found
 
 
-@pytest.mark.parametrize("state", [State.FINISHED, State.FAILED, State.CANCELLED])
+@pytest.mark.parametrize("state", [JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELLED])
 async def test_forget_deletes_one_job(etcd: Etcd, state: str) -> None:
     etcd.ends(state)
     assert await forget(etcd, "fit") == 7
@@ -80,10 +80,10 @@ async def test_forget_deletes_one_job(etcd: Etcd, state: str) -> None:
     [
         (lambda etcd: None, "job 'fit' is running: end it first, with `taskgraph shutdown fit`"),
         (
-            lambda etcd: etcd.ends(State.FINISHED, collected=False, node=True),
+            lambda etcd: etcd.ends(JobStatus.FINISHED, collected=False, node=True),
             "its nodes keep its results, which were not collected: take them first, with `taskgraph result fit`",
         ),
-        (lambda etcd: etcd.ends(State.FAILED, node=True), "its nodes are about to leave: try again in a moment"),
+        (lambda etcd: etcd.ends(JobStatus.FAILED, node=True), "its nodes are about to leave: try again in a moment"),
     ],
 )
 async def test_running_job_is_not_forgotten(etcd: Etcd, end: Callable[[Etcd], None], says: str) -> None:
@@ -95,17 +95,17 @@ async def test_running_job_is_not_forgotten(etcd: Etcd, end: Callable[[Etcd], No
 
 
 async def test_lost_results_do_not_stop_forget(etcd: Etcd) -> None:
-    etcd.ends(State.FINISHED, collected=False)
+    etcd.ends(JobStatus.FINISHED, collected=False)
     assert await forget(etcd, "fit") == 6
 
 
 async def test_forget_spares_the_next_run(etcd: Etcd) -> None:
-    etcd.ends(State.FINISHED)
+    etcd.ends(JobStatus.FINISHED)
     another = dataclasses.replace(SPEC, run="another")
 
     def submitted() -> None:
         etcd.put(KEYS.spec, another.to_bytes())
-        etcd.put(KEYS.status, StatusRecord(state=State.RUNNING).to_bytes())
+        etcd.put(KEYS.status, StatusRecord(state=JobStatus.RUNNING).to_bytes())
 
     etcd.before = submitted
     with pytest.raises(JobError, match="is running"):
@@ -116,7 +116,7 @@ async def test_forget_spares_the_next_run(etcd: Etcd) -> None:
 
 async def test_forget_gives_up_on_unknown_outcomes(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.launch.forget.UNKNOWN_PAUSE_S", 0.0)
-    etcd.ends(State.FINISHED)
+    etcd.ends(JobStatus.FINISHED)
 
     async def unknown(txn: Txn) -> TxnResult:
         raise OutcomeUnknown("no answer")

@@ -34,12 +34,12 @@ from taskgraph.node.reports import ReportLog
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn, TxnResult
-from taskgraph.protocol.records import CheckpointRecord, NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, JobStatus, NodeRecord, StatusRecord
 from taskgraph.results import json_pieces
 
 NAME = "fit"
 KEYS = Keys(NAME)
-ENDED = StatusRecord(state=State.FINISHED)
+ENDED = StatusRecord(state=JobStatus.FINISHED)
 FINISHED = Put(KEYS.status, ENDED.to_bytes())
 
 
@@ -355,7 +355,7 @@ async def test_collecting_ends_without_a_result(then: str) -> None:
             here.set_result(None)
             follower.keeper.notify_later()
         else:
-            running = Put(KEYS.status, StatusRecord(state=State.RUNNING).to_bytes())
+            running = Put(KEYS.status, StatusRecord(state=JobStatus.RUNNING).to_bytes())
             await etcd.txn(Txn(success=(Put(KEYS.collected, b"{}") if then == "collected" else running,)))
         assert await collected is None
         lost = "its last node left before anyone collected them" if then == "nodes died" else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import taskgraph as tg
-from taskgraph.checkpoint import CheckpointName, Store
+from taskgraph.checkpoint import CheckpointName, CheckpointStore
 from taskgraph.launch import resuming
 
 
@@ -75,7 +75,7 @@ def test_hanging_checkpoint_directory_can_be_interrupted(
 ) -> None:
     released, read = threading.Event(), threading.Event()
 
-    def complete(store: Store) -> list[CheckpointName]:
+    def complete(store: CheckpointStore) -> list[CheckpointName]:
         released.wait(60)
         read.set()
         return []
@@ -88,7 +88,7 @@ def test_hanging_checkpoint_directory_can_be_interrupted(
         await asyncio.wait([running])
         assert running.cancelled()
 
-    monkeypatch.setattr(Store, "complete_names", complete)
+    monkeypatch.setattr(CheckpointStore, "complete_names", complete)
     monkeypatch.setattr(resuming, "_SLOW_S", 0.01, raising=False)
     try:
         asyncio.run(asyncio.wait_for(give_up(), 30))
@@ -100,11 +100,11 @@ def test_hanging_checkpoint_directory_can_be_interrupted(
 def test_hanging_checkpoint_directory_obeys_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
-    def complete(store: Store) -> list[CheckpointName]:
+    def complete(store: CheckpointStore) -> list[CheckpointName]:
         released.wait(60)
         return []
 
-    monkeypatch.setattr(Store, "complete_names", complete)
+    monkeypatch.setattr(CheckpointStore, "complete_names", complete)
     try:
         with pytest.raises(tg.JobTimeout, match=r"did not begin within 0\.05 s: what .* holds is still being read"):
             tg.run(count(10, str(tmp_path)), nodes=0, resume=True, timeout_s=0.05)

@@ -11,7 +11,7 @@ from pathlib import Path
 from taskgraph.launch.standing import STANDS_S, StalledLoop, is_stopped, stall_text, with_stalls
 from taskgraph.node.usercode.lastwords import IN_THREAD, LastWords, call_on_loop, encoded_name, read
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import RunningCode, State, StatusRecord
+from taskgraph.protocol.records import JobStatus, RunningCode, StatusRecord
 
 STAMP = Stamp(1, 3)
 
@@ -88,9 +88,9 @@ def test_text_of_a_held_interpreter_lock_differs(tmp_path: Path) -> None:
 
 
 def test_failed_job_names_the_standing_loop() -> None:
-    failed = StatusRecord(state=State.FAILED, reason="every replica is gone", task=2, writer="n1")
+    failed = StatusRecord(state=JobStatus.FAILED, reason="every replica is gone", task=2, writer="n1")
     said = with_stalls(failed, ("the event loop of n2 has been in 'step'",))
     assert said.reason == "every replica is gone\nthe event loop of n2 has been in 'step'" and said.task == 2
     assert with_stalls(failed, ()) is failed
-    cancelled = StatusRecord(state=State.CANCELLED, writer="n1")
+    cancelled = StatusRecord(state=JobStatus.CANCELLED, writer="n1")
     assert with_stalls(cancelled, ("the event loop of n2 has been in 'step'",)) is cancelled

@@ -14,7 +14,7 @@ from taskgraph.launch.resuming import plan
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import CheckpointRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, JobStatus, StatusRecord
 from taskgraph.task import Task
 
 KEYS = Keys("fit")
@@ -57,7 +57,7 @@ def keeping(place: Path) -> JobSpec:
 
 
 async def ended(etcd: MemoryCoordinator) -> None:
-    status = StatusRecord(state=State.CANCELLED, writer="x")
+    status = StatusRecord(state=JobStatus.CANCELLED, writer="x")
     await etcd.txn(Txn(success=(Put(KEYS.status, status.to_bytes()),)))
 
 

@@ -31,7 +31,7 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, RunningCode, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, JobStatus, NodeRecord, PrimaryRecord, RunningCode, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
@@ -83,7 +83,7 @@ async def test_nodes_that_cannot_start_fail_the_job(
     monkeypatch.setattr(job._follower, "cancel_job", cancel_job, raising=False)
     with pytest.raises(JobFailed, match="node n1 cannot be started") as failed:
         await job._start(1)
-    assert failed.value.job == "fit" and said == [(str(failed.value), State.FAILED)]
+    assert failed.value.job == "fit" and said == [(str(failed.value), JobStatus.FAILED)]
     assert not issubclass(NotStarted, JobError), "trying again may well give something else"
 
 
@@ -167,7 +167,7 @@ async def test_ending_launcher_lets_its_nodes_hand_over(monkeypatch: pytest.Monk
     await launched.started.wait()
     launched.leave.set()
     status, codes = await launched.ended()
-    assert status is not None and status.state == State.RUNNING
+    assert status is not None and status.state == JobStatus.RUNNING
     assert codes == {"n1": 0}
 
 
@@ -195,7 +195,7 @@ async def test_drained_nodes_are_no_failure(
 ) -> None:
     launched = Launched(monkeypatch, tmp_path, f"""touch "$0"; {script}""", Settings())
     status, _ = await launched.ended()
-    assert status is not None and status.state == State.RUNNING
+    assert status is not None and status.state == JobStatus.RUNNING
     assert why in status.reason and bool(status.reason) == bool(why)
 
 
@@ -207,7 +207,7 @@ async def test_deaths_are_reported_after_the_job_finished(
 
     async def ended() -> StatusRecord:
         await gone.wait()
-        return StatusRecord(state=State.FINISHED)
+        return StatusRecord(state=JobStatus.FINISHED)
 
     async def collect(_: object) -> JobResult:
         return RESULT
@@ -223,7 +223,7 @@ async def test_deaths_are_reported_after_the_job_finished(
     launched = Launched(monkeypatch, tmp_path, f"""touch "$0"; {script}""", Settings(), finishes)
     monkeypatch.setattr(LocalNodes, "log_tail", lambda nodes, name: f"the log of {name}")
     status, codes = await launched.ended()
-    assert status is not None and status.state == State.FINISHED and codes == {"n1": int(seen)}
+    assert status is not None and status.state == JobStatus.FINISHED and codes == {"n1": int(seen)}
     said = [record.getMessage() for record in caplog.records if "every node started here" in record.getMessage()]
     assert len(said) == seen
     assert all("n1 ended with exit code 1; the end of its log:\nthe log of n1" in text for text in said)
@@ -233,7 +233,7 @@ async def test_lost_results_are_computed_again(monkeypatch: pytest.MonkeyPatch, 
     etcd = MemoryCoordinator(MemoryStore())
     keys = Keys("fit")
     await submit(etcd, SPEC)
-    await etcd.txn(Txn(success=(Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
+    await etcd.txn(Txn(success=(Put(keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes()),)))
     follower = Collector(etcd, SPEC, b"")
     await follower.start()
     try:
@@ -244,7 +244,7 @@ async def test_lost_results_are_computed_again(monkeypatch: pytest.MonkeyPatch, 
         assert launched.nodes is not None
         launched.nodes.kill_now()
         status, _ = await launched.ended()
-        assert status is not None and status.state == State.FINISHED
+        assert status is not None and status.state == JobStatus.FINISHED
         assert follower.kept.not_kept == "its last node left before anyone collected them"
     finally:
         await follower.stop()
@@ -256,13 +256,13 @@ async def test_nodes_leave_before_their_runs_etcd_ends(
 ) -> None:
     etcd = MemoryCoordinator(MemoryStore())
     await submit(etcd, SPEC)
-    await etcd.txn(Txn(success=(Put(Keys("fit").status, StatusRecord(state=State.CANCELLED).to_bytes()),)))
+    await etcd.txn(Txn(success=(Put(Keys("fit").status, StatusRecord(state=JobStatus.CANCELLED).to_bytes()),)))
     follower = Collector(etcd, SPEC, b"")
     await follower.start()
     try:
         launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(), follower, etcd_ends=etcd_ends)
         status, codes = await launched.ended()
-        assert status is not None and status.state == State.CANCELLED
+        assert status is not None and status.state == JobStatus.CANCELLED
         assert codes == {"n1": -signal.SIGKILL}
         assert bool(follower._services) == (not etcd_ends)
     finally:
@@ -277,7 +277,7 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
     await submit(etcd, SPEC)
     record = KeptJob(result=RESULT.to_json()) if kept else KeptJob(not_kept="no launcher collected them within 300 s")
     collected = Put(keys.collected, record.to_bytes())
-    finished = Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    finished = Put(keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes())
     await etcd.txn(Txn(success=(finished, collected)))
     follower = Collector(etcd, SPEC, b"")
     await follower.start()
@@ -306,7 +306,10 @@ async def test_result_on_this_host_counts_without_etcd(monkeypatch: pytest.Monke
     monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
     etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
     await submit(etcd, SPEC)
-    puts = Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()), Put(keys.collected, KeptJob().to_bytes())
+    puts = (
+        Put(keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes()),
+        Put(keys.collected, KeptJob().to_bytes()),
+    )
     await etcd.txn(Txn(success=puts))
     Runtime().keep_finished("fit", KeptJob(run=SPEC.run, result=RESULT.to_json()))
     follower = Collector(etcd, SPEC, b"")
@@ -330,7 +333,7 @@ async def test_next_runs_events_are_not_kept(again: bool, monkeypatch: pytest.Mo
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
     await submit(etcd, SPEC)
-    finished = Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    finished = Put(keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes())
     await etcd.txn(Txn(success=(finished, Put(keys.event("1"), Event(1.0, "n1", "began", "").to_bytes()))))
     follower = Collector(etcd, SPEC, b"")
     await follower.start()

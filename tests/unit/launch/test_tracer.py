@@ -27,7 +27,7 @@ from taskgraph.observe.events import EventLog
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.kv import Op, Put, Txn
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import EpochRecord, NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import EpochRecord, JobStatus, NodeRecord, StatusRecord
 
 
 class Job:
@@ -59,7 +59,7 @@ class Job:
         }
         await self.write(*(Put(self.keeper.view.keys.node(name), r.to_bytes()) for name, r in records.items()))
 
-    async def end(self, state: State, name: str) -> None:
+    async def end(self, state: JobStatus, name: str) -> None:
         """Ends the job; the node knows that before our view does."""
         self.watching.cancel()
         record = StatusRecord(state=state).to_bytes()
@@ -103,7 +103,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
         keys = job.keeper.view.keys
         try:
             await job.write(
-                Put(keys.status, StatusRecord(state=State.RUNNING).to_bytes()),
+                Put(keys.status, StatusRecord(state=JobStatus.RUNNING).to_bytes()),
                 Put(keys.epoch, EpochRecord(epoch=7, attempt=1).to_bytes()),
             )
             await job.register(*names[:registered])
@@ -171,8 +171,8 @@ async def test_node_that_leaves_is_named(started: Started) -> None:
         assert tracer.nodes["n2"].missing == "it left at epoch 7: what others did for it since"
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.FINISHED])
-async def test_node_that_ends_with_the_job_has_not_left_it(started: Started, state: State) -> None:
+@pytest.mark.parametrize("state", [JobStatus.FAILED, JobStatus.FINISHED])
+async def test_node_that_ends_with_the_job_has_not_left_it(started: Started, state: JobStatus) -> None:
     async with started("n1") as job:
         async with job.traced(tracer := job.tracer(epochs=50)):
             job.keep("n1", "all")

@@ -21,7 +21,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.protocol.fatal import find_fatal
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
-from taskgraph.protocol.records import GoneRecord, NodeRecord, RunningCode, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, JobStatus, NodeRecord, RunningCode, StatusRecord
 from taskgraph.protocol.view import JobView
 
 KEYS = Keys("dead")
@@ -124,7 +124,7 @@ async def test_death_is_not_written_for_the_next_run() -> None:
     spec = await coordinator.get(KEYS.spec)
     assert spec is not None
     nodes._entry = dataclasses.replace(ENTRY, run=JobSpec.from_bytes(spec.value).run)
-    ended = StatusRecord(state=State.CANCELLED, writer="a person")
+    ended = StatusRecord(state=JobStatus.CANCELLED, writer="a person")
     await coordinator.txn(Txn(success=(Put(KEYS.status, ended.to_bytes()),)))
     await submit(coordinator, JobSpec.local(tg.Job(tasks=1, epochs=1, builder=lambda task: tg.Task(), name="dead")))
     for number in range(1, 4):

@@ -11,7 +11,7 @@ from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 
 
 class Counts(tg.Task, state=["value"]):
@@ -31,7 +31,7 @@ async def test_stale_run_writes_nothing() -> None:
     await cluster.start(2)
     node = cluster.nodes[0]
     await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
-    keys, ended = node.keeper.view.keys, StatusRecord(state=State.CANCELLED, writer="somebody")
+    keys, ended = node.keeper.view.keys, StatusRecord(state=JobStatus.CANCELLED, writer="somebody")
     cluster.store.execute(Txn(success=(Put(keys.status, ended.to_bytes()),)))
     await submit(MemoryCoordinator(cluster.store), dataclasses.replace(cluster.spec, run="again"))
     await asyncio.gather(*(member.run for member in cluster._members.values()), return_exceptions=True)

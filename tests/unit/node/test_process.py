@@ -28,7 +28,7 @@ from taskgraph.node.process import (
 )
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 
 
 def config(folder: Path, *, parent_pid: int) -> NodeConfig:
@@ -127,7 +127,7 @@ async def test_finished_job_accepts_nodes_until_collected() -> None:
     coordinator, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
     spec, again = (JobSpec.local(tg.Job(tasks=1, builder=tg.Task, name="fit")) for _ in range(2))
     await submit(coordinator, spec)
-    await coordinator.txn(Txn(success=(Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
+    await coordinator.txn(Txn(success=(Put(keys.status, StatusRecord(state=JobStatus.FINISHED).to_bytes()),)))
     assert (await wait_for_job(coordinator, "fit"))[0] == spec
     await coordinator.txn(Txn(success=(Put(keys.collected, b"{}"),)))
     waiting = asyncio.ensure_future(wait_for_job(coordinator, "fit"))

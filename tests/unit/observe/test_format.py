@@ -19,11 +19,11 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import (
     EpochRecord,
+    JobStatus,
     MemberRecord,
     NodeRecord,
     PrimaryRecord,
     Record,
-    State,
     StatusRecord,
 )
 from taskgraph.protocol.view import JobView
@@ -39,7 +39,7 @@ def view() -> JobView:
     keys = Keys("fit")
     values: dict[str, Record] = {
         keys.epoch: EpochRecord(epoch=7, attempt=2),
-        keys.status: StatusRecord(state=State.RUNNING),
+        keys.status: StatusRecord(state=JobStatus.RUNNING),
         keys.node("n1-aa"): node("n1", 11),
         keys.node("n2-bb"): node("n2", 22),
         keys.primary(0): PrimaryRecord(node="n1-aa", term=1, stateful=True),
@@ -99,7 +99,7 @@ def test_the_fields_for_programs_are_always_the_same_and_on_the_page_of_commands
     n1, n2 = running["nodes"]
     assert n1.keys() == n2.keys()
     assert {*running, *n1, *running["tasks"][0]} <= told
-    failed = StatusRecord(state=State.FAILED, reason="no", task=1, epoch=3, where="update", traceback="Traceback")
+    failed = StatusRecord(state=JobStatus.FAILED, reason="no", task=1, epoch=3, where="update", traceback="Traceback")
     ended = [kept_json("fit", failed, None), kept_json("fit", None, None), kept_json("fit", failed, {"epochs": 4})]
     assert all(kept.keys() == running.keys() for kept in ended)
     assert [kept["epoch"] for kept in ended] == [3, None, 4]

@@ -9,7 +9,7 @@ import pytest
 
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import holders
-from taskgraph.observe.progress import Progress, numbers_text
+from taskgraph.observe.progress import ProgressDisplay, numbers_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import EpochRecord, MemberRecord, NodeRecord, PrimaryRecord, StatusRecord, WorkersRecord
@@ -55,7 +55,7 @@ def event(kind: str, text: str, *, transient: bool = False) -> Event:
 
 def test_piped_every_epoch_of_a_short_job_is_a_line_however_fast() -> None:
     out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 3, 11, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 3, 11, out=out, clock=clock)
     for epoch in range(11):
         clock.now += 0.0001
         progress.event(commit(epoch, value=epoch * 105))
@@ -66,7 +66,7 @@ def test_piped_every_epoch_of_a_short_job_is_a_line_however_fast() -> None:
 def test_what_was_reported_before_a_checkpoint_was_not_of_this_run() -> None:
     """A result holds all reports, those of the run before, too: they came after the last epoch of this one."""
     out = Screen(terminal=False)
-    progress = Progress("fit", 3, 20, out=out, clock=Clock())
+    progress = ProgressDisplay("fit", 3, 20, out=out, clock=Clock())
     view = JobView("fit")
     record = EpochRecord(epoch=16, attempt=2, lineage=2, base=16)
     view.reset(1, [KeyValue(Keys("fit").epoch, record.to_bytes(), 1, 1, 0)])
@@ -79,7 +79,7 @@ def test_what_was_reported_before_a_checkpoint_was_not_of_this_run() -> None:
 
 def test_piped_a_fast_long_job_is_one_line_a_second_and_the_last() -> None:
     out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 3, 1000, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 3, 1000, out=out, clock=clock)
     for epoch in range(1000):  # 10 s of 100 epochs a second
         clock.now = epoch / 100
         progress.event(commit(epoch))
@@ -90,7 +90,7 @@ def test_piped_a_fast_long_job_is_one_line_a_second_and_the_last() -> None:
 
 def test_piped_a_slow_long_job_shows_every_epoch() -> None:
     out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 3, None, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 3, None, out=out, clock=clock)
     for epoch in range(300):
         clock.now = epoch / 10
         progress.event(commit(epoch))
@@ -99,7 +99,7 @@ def test_piped_a_slow_long_job_shows_every_epoch() -> None:
 
 def test_piped_every_lasting_event_is_a_line_after_the_epoch_before_it() -> None:
     out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 3, 1000, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 3, 1000, out=out, clock=clock)
     for epoch in range(100):
         clock.now = epoch / 1000
         progress.event(commit(epoch))
@@ -114,7 +114,7 @@ def of_task(task: int, kind: str, text: str) -> Event:
 
 def test_what_each_node_tells_of_one_task_of_a_class_is_one_line() -> None:
     out = Screen(terminal=False)
-    progress = Progress("fit", 200, 10, out=out, clock=Clock())
+    progress = ProgressDisplay("fit", 200, 10, out=out, clock=Clock())
     for task in range(200):
         progress.event(of_task(task, "unheld", "Fit changed self.theta"))
     progress.event(of_task(3, "unheld", "Fit changed self.steps"))
@@ -130,7 +130,7 @@ def failure(kind: str, text: str, **fields: str | int) -> Event:
 
 def test_failure_is_one_line() -> None:
     out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 9, 1000, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 9, 1000, out=out, clock=clock)
     progress.event(failure("lost", "n1 died: its port refuses connections", lost="n1-7"))
     progress.event(failure("takeover", "tasks 0-1 7: n2 is primary after n1", count=3, **{"from": "n1-7"}))
     progress.event(failure("evicted", "tasks 0-1: n1 is no longer in sync", of="n1-7"))
@@ -153,7 +153,7 @@ def test_long_event_wraps_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("COLUMNS", "60")
     out = Screen(terminal=True)
     text = "n1 died (SIGKILL): 4 tasks moved to n2 n3 n4; next commit after 0.07 s"
-    Progress("fit", 3, 5, out=out).event(failure("failover", text, node="n1-7"))
+    ProgressDisplay("fit", 3, 5, out=out).event(failure("failover", text, node="n1-7"))
     lines = out.getvalue().replace("\x1b[2K", "").replace("\r", "").split("\n")
     assert lines[0].endswith("moved to n2 n3 n4; next") and lines[1] == " " * 9 + "commit after 0.07 s"
 
@@ -164,7 +164,7 @@ def told_at(at: float, node: str, kind: str, task: int | None, text: str) -> Eve
 
 def test_code_of_many_tasks_that_takes_long_is_one_line_and_who_pauses_has_a_name() -> None:
     out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 9, 1000, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 9, 1000, out=out, clock=clock)
     for task in range(4):
         progress.event(told_at(1.0, "n2", "slow", task, "'add' runs for 10 s"))
     progress.event(told_at(2.0, "n2", "paused", None, "the lease could not be renewed"))
@@ -175,7 +175,7 @@ def test_code_of_many_tasks_that_takes_long_is_one_line_and_who_pauses_has_a_nam
 @pytest.mark.parametrize("terminal", [False, True])
 def test_nodes_that_leave_after_the_end_are_not_shown(terminal: bool) -> None:
     out = Screen(terminal=terminal)
-    progress = Progress("fit", 3, 5, out=out)
+    progress = ProgressDisplay("fit", 3, 5, out=out)
     progress.event(event("gone", "n1 was killed"))
     progress.event(event("finished", "the job finished after epoch 4"))
     progress.event(event("gone", "n2 was killed"))
@@ -188,7 +188,7 @@ def test_nodes_that_leave_after_the_end_are_not_shown(terminal: bool) -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_that_the_job_finished_comes_after_its_last_epoch(terminal: bool) -> None:
     out = Screen(terminal=terminal)
-    progress = Progress("fit", 3, 3, out=out)
+    progress = ProgressDisplay("fit", 3, 3, out=out)
     progress.event(commit(0))
     progress.event(event("finished", "the job finished after epoch 2"))
     progress.tick()
@@ -202,7 +202,7 @@ def test_that_the_job_finished_comes_after_its_last_epoch(terminal: bool) -> Non
 
 def test_that_the_job_finished_is_told_also_while_its_values_are_collected_for_long() -> None:
     out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 3, 3, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 3, 3, out=out, clock=clock)
     progress.event(event("finished", "the job finished after epoch 2"))
     progress.tick()
     assert out.lines == []
@@ -214,7 +214,7 @@ def test_that_the_job_finished_is_told_also_while_its_values_are_collected_for_l
 
 def test_a_commit_told_by_two_leaders_is_shown_once() -> None:
     out = Screen(terminal=False)
-    progress = Progress("fit", 3, 5, out=out)
+    progress = ProgressDisplay("fit", 3, 5, out=out)
     for epoch in (0, 1, 1, 2):
         progress.event(commit(epoch))
     assert out.lines == ["epoch 0/4", "epoch 1/4", "epoch 2/4"]
@@ -222,7 +222,7 @@ def test_a_commit_told_by_two_leaders_is_shown_once() -> None:
 
 def test_numbers_that_a_step_reports_later_are_shown() -> None:
     out = Screen(terminal=False)
-    progress = Progress("fit", 3, 2, out=out)
+    progress = ProgressDisplay("fit", 3, 2, out=out)
     for numbers in ({"loss": 0.5}, {"loss": 0.5, "accuracy": 0.75}, {"loss": 0.5}):
         progress.event(commit(0, **numbers))
     assert out.lines == ["epoch 0/1  loss=0.5", "epoch 0/1  loss=0.5  accuracy=0.75"]
@@ -230,7 +230,7 @@ def test_numbers_that_a_step_reports_later_are_shown() -> None:
 
 def test_what_a_killed_leader_told_nobody_is_shown_at_the_end() -> None:
     out = Screen(terminal=False)
-    progress = Progress("fit", 3, 4, out=out)
+    progress = ProgressDisplay("fit", 3, 4, out=out)
     progress.event(commit(0, value=0.0))
     progress.event(commit(2, value=210.0))
     progress.end([EpochReport(epoch, {"value": epoch * 105.0}, {}) for epoch in range(4)])
@@ -240,7 +240,7 @@ def test_what_a_killed_leader_told_nobody_is_shown_at_the_end() -> None:
 
 def test_on_a_terminal_one_line_is_rewritten() -> None:
     out, clock = Screen(terminal=True), Clock()
-    progress = Progress("fit", 3, 400, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 3, 400, out=out, clock=clock)
     for epoch in range(100):
         clock.now = epoch / 8
         progress.event(commit(epoch, loss=0.5))
@@ -259,14 +259,14 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
 
 def test_elastic_job_in_this_process_shows_steps() -> None:
     out = Screen(terminal=False)
-    progress = Progress("fit", 1, None, elastic=True, out=out)
+    progress = ProgressDisplay("fit", 1, None, elastic=True, out=out)
     progress.event(commit(3, loss=0.5))
     assert out.lines == ["step 3  loss=0.5"]
 
 
 def test_on_a_terminal_a_fast_job_does_not_write_every_epoch() -> None:
     out, clock = Screen(terminal=True), Clock()
-    progress = Progress("fit", 3, None, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 3, None, out=out, clock=clock)
     for epoch in range(1000):
         clock.now = epoch / 1000
         progress.event(commit(epoch))
@@ -276,7 +276,7 @@ def test_on_a_terminal_a_fast_job_does_not_write_every_epoch() -> None:
 def test_the_line_is_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     out = Screen(terminal=True)
-    progress = Progress("a-job-with-a-long-name", 3, 400, out=out)
+    progress = ProgressDisplay("a-job-with-a-long-name", 3, 400, out=out)
     progress.event(commit(5, loss=0.123456789, accuracy=0.98765, slope=17.0))
     assert len(out.getvalue().split("\x1b[2K")[-1]) == 39
 
@@ -301,7 +301,7 @@ def test_nodes_and_replicas_come_from_the_view() -> None:
     view = JobView("fit")
     view.reset(9, [KeyValue(key, value, 1, 1, 0) for key, value in values.items()])
     assert len(view.in_sync(1)) == 3 and holders(view, 1) == ["n1-a"]
-    progress = Progress("fit", 2, None, 1, out=Screen(terminal=True))
+    progress = ProgressDisplay("fit", 2, None, 1, out=Screen(terminal=True))
     assert progress.text() == "fit  starting"
     progress.follow(view)
     progress.event(commit(2))
@@ -330,7 +330,7 @@ def running(*nodes: str) -> JobView:
 
 def test_elastic_job_shows_steps() -> None:
     keys, view = Keys("fit"), JobView("fit")
-    progress = Progress("fit", 1, None, out=Screen(terminal=True), clock=Clock())
+    progress = ProgressDisplay("fit", 1, None, out=Screen(terminal=True), clock=Clock())
     progress.follow(view)
     assert progress.text() == "fit  starting"
     nodes = running("n1", "n2").nodes
@@ -348,14 +348,14 @@ def test_elastic_job_shows_steps() -> None:
 
 
 def test_setting_up_counts_tasks() -> None:
-    progress = Progress("fit", 3, None, 1, out=Screen(terminal=True))
+    progress = ProgressDisplay("fit", 3, None, 1, out=Screen(terminal=True))
     progress.follow(running("n1", "n2"))
     assert progress.text() == "fit  setting up: 1 of 3 tasks on 2 nodes"
 
 
 def test_last_node_is_warned_of_once() -> None:
     out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 1, None, 1, out=out, clock=clock)
+    progress = ProgressDisplay("fit", 1, None, 1, out=out, clock=clock)
     progress.event(commit(0))
     for view in (running("n1"), running("n1", "n2"), running("n1")):
         progress.follow(view)
@@ -373,7 +373,7 @@ def test_nobody_reading_is_no_reason_to_fail() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    progress = Progress("fit", 3, 5, out=Closed(terminal=False))
+    progress = ProgressDisplay("fit", 3, 5, out=Closed(terminal=False))
     progress.event(commit(0))
     progress.event(event("restart", "epoch 3 starts again"))
     progress.end()
@@ -392,7 +392,7 @@ def test_what_cannot_be_written_ends_no_job(number: int) -> None:
         def flush(self) -> None:
             raise OSError(number, "cannot be written")
 
-    progress = Progress("fit", 3, 11, out=Broken(terminal=False), clock=Clock())
+    progress = ProgressDisplay("fit", 3, 11, out=Broken(terminal=False), clock=Clock())
     progress.event(event("began", "the job began"))
     progress.event(commit(0))
     progress.tick()

@@ -8,11 +8,11 @@ import pytest
 
 from taskgraph.observe.queues import QueueStatus, Rate
 from taskgraph.observe.queues_text import merge_queues, set_aside_text, shards_json, shards_text
-from taskgraph.protocol.dealing import Ledger
+from taskgraph.protocol.dealing import QueueLedger
 
 
 def test_status_is_that_of_the_ledger() -> None:
-    ledger = Ledger(4, passes=2, straggler=2)
+    ledger = QueueLedger(4, passes=2, straggler=2)
     slow, first, _ = ledger.deal("a", 3, 0)
     ledger.count("a", first, 1, rows=5)
     found = QueueStatus.of("rows", "queue", ledger, 9)
@@ -33,7 +33,7 @@ def test_rate_is_that_of_the_last_seconds() -> None:
 
 
 def test_each_queue_is_shown_once_as_the_furthest_node_knows_it() -> None:
-    ledger = Ledger(3, straggler=2)
+    ledger = QueueLedger(3, straggler=2)
     before = QueueStatus.of("rows", "queue", ledger, 0)
     first, _ = ledger.deal("task 1", 2, 0)
     ledger.count("task 1", first, 1, rows=5)

@@ -10,7 +10,7 @@ import pytest
 from taskgraph.commands.looking import print_event
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import fit_screen, table
-from taskgraph.observe.progress import Progress
+from taskgraph.observe.progress import ProgressDisplay
 from taskgraph.observe.screen import cut, one_line, printable, width, wrap
 
 WIPES = "red\x1b[2J"
@@ -69,7 +69,7 @@ class Terminal(io.StringIO):
 
 
 def shown(out: io.StringIO) -> str:
-    progress = Progress("fit", 1, 200, out=out, clock=lambda: 0.0)
+    progress = ProgressDisplay("fit", 1, 200, out=out, clock=lambda: 0.0)
     progress.event(Event(0.0, "n1", "commit", "committed", epoch=1, transient=True, fields={WIPES + "\n": 1}))
     progress.event(Event(0.0, "n1", "slow", f"task 0: '{WIPES}\n' is running"))
     progress.line(f"n1 | {WIPES}")
@@ -85,7 +85,7 @@ def test_the_live_line_stays_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("\n") == 3, "the event, the line, and the end"
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((10, 24)))
     out = Terminal()
-    Progress("処" * 20, 1, 2, out=out).end()
+    ProgressDisplay("処" * 20, 1, 2, out=out).end()
     assert out.getvalue() == "\r\x1b[2K処処処処\n"
 
 

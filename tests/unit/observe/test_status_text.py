@@ -19,11 +19,11 @@ from taskgraph.protocol.records import (
     CheckpointRecord,
     EpochRecord,
     GoneRecord,
+    JobStatus,
     MemberRecord,
     NodeRecord,
     PrimaryRecord,
     Record,
-    State,
     StatusRecord,
 )
 from taskgraph.protocol.view import JobView
@@ -73,7 +73,7 @@ def of_members(members: dict[int, list[str]], nodes: int) -> JobView:
     keys = Keys("fit")
     values: dict[str, Record] = {
         keys.epoch: EpochRecord(epoch=7, attempt=1),
-        keys.status: StatusRecord(state=State.RUNNING),
+        keys.status: StatusRecord(state=JobStatus.RUNNING),
         **{keys.node(f"n{n}-a"): node(f"n{n}", n) for n in range(1, nodes + 1)},
         **{keys.primary(t): PrimaryRecord(node=f"{m[0]}-a", term=1, stateful=True) for t, m in members.items()},
         **{keys.member(t, f"{name}-a"): MemberRecord() for t, m in members.items() for name in m},
@@ -207,7 +207,7 @@ def test_ended_job_without_nodes_has_no_tables() -> None:
     keys, done = Keys("fit"), JobView("fit")
     values: dict[str, Record] = {
         keys.epoch: EpochRecord(epoch=40, attempt=1),
-        keys.status: StatusRecord(state=State.FINISHED),
+        keys.status: StatusRecord(state=JobStatus.FINISHED),
         keys.primary(0): PrimaryRecord(node="n1-aa", term=1, stateful=True),
     }
     done.reset(9, [KeyValue(key, value.to_bytes(), i, i) for i, (key, value) in enumerate(values.items(), 1)])
@@ -263,7 +263,7 @@ def of_nobody(
     keys = Keys("fit")
     values: dict[str, Record] = {
         keys.epoch: EpochRecord(epoch=epoch, attempt=1),
-        keys.status: StatusRecord(state=State.RUNNING),
+        keys.status: StatusRecord(state=JobStatus.RUNNING),
         **{keys.gone(f"{name}-a"): GoneRecord(reason="killed") for name in gone},
         **({keys.checkpoint: CheckpointRecord(epoch=checkpoint, attempt=1, name="c")} if checkpoint else {}),
     }

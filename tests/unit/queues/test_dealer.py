@@ -14,7 +14,7 @@ from taskgraph.queues.dealer import Dealer
 from taskgraph.queues.pieces import Result
 from taskgraph.queues.plan import Plan, plan_of, plan_of_count
 from taskgraph.queues.queue import WorkQueue
-from taskgraph.queues.worker import Share
+from taskgraph.queues.worker import TaskPieces
 
 
 class World:
@@ -24,7 +24,7 @@ class World:
         self.plan, self.tasks, self.now = plan, tasks, 0.0
         self.terms = dict.fromkeys(range(tasks), 1)
         self.dealer = Dealer(plan, 1, tasks)
-        self.shares = {task: Share({}, f"n{task}") for task in range(tasks)}
+        self.shares = {task: TaskPieces({}, f"n{task}") for task in range(tasks)}
         self.computed: Counter[int] = Counter()
 
     def ask(self, task: int, *, lost: bool = False, repeated: bool = False) -> None:
@@ -60,7 +60,7 @@ class World:
 
     def die(self, task: int) -> None:
         self.terms[task] += 1
-        self.shares[task] = Share({}, f"n{task}")
+        self.shares[task] = TaskPieces({}, f"n{task}")
 
     def dealer_dies(self) -> None:
         self.die(0)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import taskgraph as tg
 from taskgraph.tables.rows import table_seed
-from taskgraph.tables.store import Store
+from taskgraph.tables.store import RowStore
 
 Array = NDArray[Any]
 ROWS = 40
@@ -66,7 +66,7 @@ def job(
 
 
 def alone(optimizer: Any = "adagrad", epochs: int = 5) -> dict[int, float]:
-    store, digests = Store(tg.Table(3, optimizer=optimizer), table_seed(4, "users")), dict.fromkeys(range(3), 0.0)
+    store, digests = RowStore(tg.Table(3, optimizer=optimizer), table_seed(4, "users")), dict.fromkeys(range(3), 0.0)
     for epoch in range(epochs):
         ids = [ids_of(task, epoch) for task in range(3)]
         rows = [store.pull(one) for one in ids]

@@ -14,7 +14,7 @@ import taskgraph as tg
 from taskgraph.tables.merging import as_gradients, as_ids, server_of, sum_by_id
 from taskgraph.tables.optimizers import OPTIMIZERS
 from taskgraph.tables.rows import first_rows, table_seed
-from taskgraph.tables.store import Store, select
+from taskgraph.tables.store import RowStore, select
 from taskgraph.tables.table import Table
 
 Array = NDArray[Any]
@@ -135,7 +135,7 @@ def test_rows_are_those_of_a_dense_optimizer(name: str) -> None:
     """A dense loop that gets zero gradients for all other rows makes the same bits."""
     rng = np.random.default_rng(2)
     rule, dtype = OPTIMIZERS[name], np.dtype(np.float32)
-    store = Store(Table(4, optimizer=name, lr=0.3), SEED)  # type: ignore[arg-type]
+    store = RowStore(Table(4, optimizer=name, lr=0.3), SEED)  # type: ignore[arg-type]
     rows = store.pull(np.arange(30))
     slots = rule.first_slots(30, 4, dtype)
     for _ in range(40):
@@ -153,7 +153,7 @@ def test_rows_are_those_of_a_dense_optimizer(name: str) -> None:
 def test_optimizers_are_those_of_pytorch(name: str) -> None:
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(4)
-    store = Store(Table(3, optimizer=name, lr=0.05, dtype="float64"), SEED)  # type: ignore[arg-type]
+    store = RowStore(Table(3, optimizer=name, lr=0.05, dtype="float64"), SEED)  # type: ignore[arg-type]
     ids = np.arange(6)
     weight = torch.tensor(store.pull(ids), requires_grad=True)
     kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
@@ -169,7 +169,7 @@ def test_optimizers_are_those_of_pytorch(name: str) -> None:
 
 
 def test_adam_counts_steps_for_each_row() -> None:
-    store = Store(Table(2, optimizer="adam", init="zeros", lr=0.1, dtype="float64"), SEED)
+    store = RowStore(Table(2, optimizer="adam", init="zeros", lr=0.1, dtype="float64"), SEED)
     one = np.ones((1, 2))
     for _ in range(5):
         store.push(np.array([1]), one, 0.1)
@@ -182,7 +182,7 @@ def test_store_is_that_of_a_dict(name: str) -> None:
     """A log of segments, with merges, has what a plain dict of rows has."""
     rng = np.random.default_rng(5)
     table = Table(2, optimizer=name, lr=0.1)  # type: ignore[arg-type]
-    rule, store = table.rule, Store(table, SEED)
+    rule, store = table.rule, RowStore(table, SEED)
     plain: dict[int, tuple[Array, dict[str, Array]]] = {}
     for number in range(120):
         ids = rng.integers(-500, 500, int(rng.integers(0, 60)))
@@ -192,15 +192,15 @@ def test_store_is_that_of_a_dict(name: str) -> None:
             total = np.zeros((1, 2), np.float32)
             for gradient in gradients[ids == one]:
                 total = total + gradient
-            new = (Store(table, SEED).pull(np.array([one])), rule.first_slots(1, 2, np.dtype(np.float32)))
+            new = (RowStore(table, SEED).pull(np.array([one])), rule.first_slots(1, 2, np.dtype(np.float32)))
             rows, slots = plain.get(one, new)
             plain[one] = rule.change(rows, slots, total, 0.1)
         if number % 50 == 25:
-            store = Store(table, SEED, store.segments)
+            store = RowStore(table, SEED, store.segments)
     wanted = rng.integers(-500, 500, 1000)
     pulled = store.pull(wanted)
     for one, row in zip(wanted.tolist(), pulled, strict=True):
-        expected = plain[one][0][0] if one in plain else Store(table, SEED).pull(np.array([one]))[0]
+        expected = plain[one][0][0] if one in plain else RowStore(table, SEED).pull(np.array([one]))[0]
         assert np.array_equal(row, expected)
     assert len(store) == len(plain)
     live = store.live()
@@ -212,7 +212,7 @@ def test_store_is_that_of_a_dict(name: str) -> None:
 def test_log_stays_small_and_changes_are_few() -> None:
     """Most pushes add one segment; the log is at most twice the rows; a row is written some three times."""
     rng = np.random.default_rng(6)
-    store = Store(Table(1, init="zeros"), SEED)
+    store = RowStore(Table(1, init="zeros"), SEED)
     written, changed, before = 0, 0, set[int]()
     for _ in range(300):
         ids = rng.choice(5000, 100, replace=False)
@@ -227,7 +227,7 @@ def test_log_stays_small_and_changes_are_few() -> None:
 
 
 def test_segments_never_change() -> None:
-    store = Store(Table(2, init="zeros"), SEED)
+    store = RowStore(Table(2, init="zeros"), SEED)
     store.push(np.array([1, 2]), np.ones((2, 2), np.float32), 1.0)
     kept = store.segments
     copies = [{name: array.copy() for name, array in segment.items()} for segment in kept]
@@ -243,10 +243,10 @@ def test_segments_never_change() -> None:
 def test_rows_move_to_another_number_of_servers() -> None:
     rng = np.random.default_rng(7)
     table = Table(2, optimizer="momentum")
-    whole = Store(table, SEED)
+    whole = RowStore(table, SEED)
     for _ in range(20):
         whole.push(rng.integers(0, 300, 40), rng.normal(size=(40, 2)).astype(np.float32), 0.1)
-    parts = [Store(table, SEED, [select(whole.live(), server, 3)]) for server in range(3)]
+    parts = [RowStore(table, SEED, [select(whole.live(), server, 3)]) for server in range(3)]
     assert sum(map(len, parts)) == len(whole) and min(map(len, parts)) > 50
     ids = np.arange(300)
     for server, part in enumerate(parts):
@@ -287,13 +287,13 @@ def test_unknown_option_names_a_known_one() -> None:
 
 
 def test_numbers_that_are_not_finite_are_kept() -> None:
-    store = Store(Table(2, init="zeros"), SEED)
+    store = RowStore(Table(2, init="zeros"), SEED)
     store.push(np.array([1, 2]), np.array([[np.nan, 1], [1, 1]], np.float32), 1.0)
     assert np.isnan(store.pull(np.array([1]))[0, 0]) and store.pull(np.array([2])).tolist() == [[-1, -1]]
 
 
 def test_pushes_to_a_fork_do_not_reach_the_store() -> None:
-    store, ids = Store(Table(2, init="zeros"), SEED), np.arange(10_000)  # so large that segments are not merged
+    store, ids = RowStore(Table(2, init="zeros"), SEED), np.arange(10_000)  # so large that segments are not merged
     store.push(ids, np.ones((len(ids), 2), np.float32), 0.5)
     fork = store.fork()
     fork.push(ids[:1], np.ones((1, 2), np.float32), 0.5)

@@ -23,8 +23,8 @@ from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.transport import devicelending, wire
 from taskgraph.transport.api import PendingReply
-from taskgraph.transport.devicelending import TICKET_BYTES, DeviceBorrowing, DeviceLending, Ticket
-from taskgraph.transport.frames import Kind
+from taskgraph.transport.devicelending import TICKET_BYTES, DeviceBorrowing, DeviceLending, DeviceTicket
+from taskgraph.transport.frames import FrameKind
 from taskgraph.transport.mappings import CannotBorrow
 from taskgraph.transport.session import Session
 from taskgraph.transport.sides import AcceptedSession, DialledSession
@@ -307,7 +307,7 @@ async def test_ticket_with_another_size_is_declined(soft: SoftDevice, pair: Pair
     lent = pair.lend(2, value)
     assert lent is not None
     (buffer,) = lent.buffers
-    ticket = Ticket.read(buffer)._replace(size=1 << 30, length=1 << 29)
+    ticket = DeviceTicket.read(buffer)._replace(size=1 << 30, length=1 << 29)
     lying = m.Encoded(lent.meta, (memoryview(devicelending._TICKET.pack(*ticket)),), lent.digest)
     with pytest.raises(CannotBorrow, match="the ticket says"):
         await pair.fetch(lying)
@@ -330,7 +330,7 @@ def test_invalid_tickets_are_refused(wrong: dict[str, int]) -> None:
     data = devicelending._TICKET.pack(*said.values(), b"i" * 16, b"h" * 64)
     assert len(data) == TICKET_BYTES
     with pytest.raises(DecodeError):
-        Ticket.read(data)
+        DeviceTicket.read(data)
 
 
 def test_tickets_count_for_the_size_limit() -> None:
@@ -355,7 +355,7 @@ async def test_call_with_tickets_ends_the_session(nodes: list[Node], soft: SoftD
     await pulled(consumer, producer)
     session: Session
     (session,) = [s for s in stream_of(consumer)._connections if isinstance(s, DialledSession)]
-    session._outbox.send(Kind.REPLY_ON_DEVICE, 99, b"")
+    session._outbox.send(FrameKind.REPLY_ON_DEVICE, 99, b"")
     await turns_until(lambda: not session.open)
 
 
@@ -375,7 +375,7 @@ async def test_reply_without_its_tickets_ends_the_session(
     written: list[bytes] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session._outbox, "write", written.append)
-        session._outbox.send(Kind.REPLY_ON_DEVICE, 1, wire.to_header(reply), wire.value_of(reply))
+        session._outbox.send(FrameKind.REPLY_ON_DEVICE, 1, wire.to_header(reply), wire.value_of(reply))
     (frame,) = written
     session._write(frame[:50] if cut else frame)
     await asyncio.sleep(0.02)

@@ -21,8 +21,8 @@ from taskgraph.transport.frames import (
     HEAD_BYTES,
     LENT,
     PROTOCOL_VERSION,
+    FrameKind,
     Head,
-    Kind,
     Limits,
     pack_frame,
     unpack_head,
@@ -40,7 +40,7 @@ class Reading:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.messages: list[tuple[int, m.Message]] = []
-        self.controls: list[tuple[Kind, int, bytes]] = []
+        self.controls: list[tuple[FrameKind, int, bytes]] = []
         self.skip: set[int] = set()
         self.reader = FrameReader(
             limits or Limits(),
@@ -49,7 +49,7 @@ class Reading:
             on_whole=self._whole,
             on_control=self._control,
         )
-        self.reader.whole = (Kind.CALL, Kind.REPLY)
+        self.reader.whole = (FrameKind.CALL, FrameKind.REPLY)
 
     def _open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
         message = wire.from_header(header)
@@ -61,7 +61,9 @@ class Reading:
         incoming.complete()
         self.messages.append((incoming.head.call, incoming.message))
 
-    def _whole(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes) -> None:
+    def _whole(
+        self, kind: FrameKind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes
+    ) -> None:
         if sizes and sizes[0] >= LENT:
             raise DecodeError("nothing is lent here")
         message = wire.from_header(header)
@@ -97,7 +99,7 @@ def outbox_to(out: list[bytes], soon: Callable[[Callable[[], None]], object]) ->
     return Outbox(lambda data: out.append(bytes(data)), soon, nothing_lent, on_backpressure=bool)
 
 
-def written(*messages: tuple[int, Kind, m.Message]) -> bytes:
+def written(*messages: tuple[int, FrameKind, m.Message]) -> bytes:
     out: list[bytes] = []
     callbacks = []
     outbox = outbox_to(out, callbacks.append)
@@ -111,8 +113,8 @@ def written(*messages: tuple[int, Kind, m.Message]) -> bytes:
     return b"".join(out)
 
 
-ALL = [(n, Kind.CALL, call) for n, (call, _) in enumerate(EXCHANGES, 1)] + [
-    (n, Kind.REPLY, reply) for n, (_, reply) in enumerate(EXCHANGES, 101)
+ALL = [(n, FrameKind.CALL, call) for n, (call, _) in enumerate(EXCHANGES, 1)] + [
+    (n, FrameKind.REPLY, reply) for n, (_, reply) in enumerate(EXCHANGES, 101)
 ]
 STREAM = written(*ALL)
 
@@ -130,15 +132,16 @@ def test_stream_may_be_cut_anywhere(cuts: list[int]) -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=300))
 def test_garbage_stream_is_refused(data: bytes) -> None:
-    for prefix in (b"", pack_frame(Head(Kind.GOODBYE, 0)), _START, _START + b"\x10"):
+    for prefix in (b"", pack_frame(Head(FrameKind.GOODBYE, 0)), _START, _START + b"\x10"):
         with contextlib.suppress(DecodeError):
             Reading().feed(prefix + data)
 
 
 SMALL = written(
-    (1, Kind.CALL, pull()), (2, Kind.CALL, m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta", b"bulk" * 30, b"")))
+    (1, FrameKind.CALL, pull()),
+    (2, FrameKind.CALL, m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta", b"bulk" * 30, b""))),
 )
-WITH_META = written((3, Kind.CALL, m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta"))))
+WITH_META = written((3, FrameKind.CALL, m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta"))))
 
 
 @settings(deadline=None, max_examples=500)
@@ -163,29 +166,30 @@ FLAG = wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded()))
         ("not a frame", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(40)),
         ("version 9", b"TG\x09" + bytes(53)),
         ("unknown kind", _START + b"\xff" + bytes(52)),
-        ("header of 4294967295", pack_frame(Head(Kind.CALL, 1, header=2**32 - 1))),
-        ("buffers", pack_frame(Head(Kind.CALL, 1, buffers=2**32 - 1))),
-        ("value of 18446744073709551615", pack_frame(Head(Kind.CALL, 1, payload=2**64 - 1))),
-        ("body", pack_frame(Head(Kind.CALL, 1, body=11, payload=10, meta=10))),
-        ("meta", pack_frame(Head(Kind.CALL, 1, payload=10, meta=11))),
-        ("sizes that make", pack_frame(Head(Kind.CALL, 1, len(FLAG), 1, 0, 10, 5), (6,), FLAG)),
-        ("sizes that make", pack_frame(Head(Kind.CALL, 1, len(FLAG), 2, 0, 10, 5), (2**64 - 1, 6), FLAG)),
-        ("chunk", pack_frame(Head(Kind.CHUNK, 1))),
-        ("chunk", pack_frame(Head(Kind.CHUNK, 1, body=2**32 - 1))),
-        ("chunk", pack_frame(Head(Kind.CHUNK, 1, header=1, body=1), (), b"x")),
-        ("with a payload", pack_frame(Head(Kind.GOODBYE, 0, payload=1))),
+        ("header of 4294967295", pack_frame(Head(FrameKind.CALL, 1, header=2**32 - 1))),
+        ("buffers", pack_frame(Head(FrameKind.CALL, 1, buffers=2**32 - 1))),
+        ("value of 18446744073709551615", pack_frame(Head(FrameKind.CALL, 1, payload=2**64 - 1))),
+        ("body", pack_frame(Head(FrameKind.CALL, 1, body=11, payload=10, meta=10))),
+        ("meta", pack_frame(Head(FrameKind.CALL, 1, payload=10, meta=11))),
+        ("sizes that make", pack_frame(Head(FrameKind.CALL, 1, len(FLAG), 1, 0, 10, 5), (6,), FLAG)),
+        ("sizes that make", pack_frame(Head(FrameKind.CALL, 1, len(FLAG), 2, 0, 10, 5), (2**64 - 1, 6), FLAG)),
+        ("chunk", pack_frame(Head(FrameKind.CHUNK, 1))),
+        ("chunk", pack_frame(Head(FrameKind.CHUNK, 1, body=2**32 - 1))),
+        ("chunk", pack_frame(Head(FrameKind.CHUNK, 1, header=1, body=1), (), b"x")),
+        ("with a payload", pack_frame(Head(FrameKind.GOODBYE, 0, payload=1))),
         (
             "opened twice",
-            pack_frame(Head(Kind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG) * 2,
+            pack_frame(Head(FrameKind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG) * 2,
         ),
         (
             "opened twice",
-            pack_frame(Head(Kind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG) + pack_whole(Kind.CALL, 1, PULL),
+            pack_frame(Head(FrameKind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG)
+            + pack_whole(FrameKind.CALL, 1, PULL),
         ),
         (
             "11 bytes where 10",
-            pack_frame(Head(Kind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG)
-            + pack_frame(Head(Kind.CHUNK, 1, body=11)),
+            pack_frame(Head(FrameKind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG)
+            + pack_frame(Head(FrameKind.CHUNK, 1, body=11)),
         ),
     ],
 )
@@ -222,12 +226,12 @@ def test_received_message_does_not_change() -> None:
     reading = Reading()
     values = encoded(b"first"), encoded(b"later"), encoded(b"meta", b"one", b"", b"two"), encoded(b"text", b"x", b"y")
     for value in values:
-        reading.feed(written((1, Kind.CALL, m.Flag(m.Stamp(1, 1), 1, 1, 1, value))))
+        reading.feed(written((1, FrameKind.CALL, m.Flag(m.Stamp(1, 1), 1, 1, 1, value))))
     found = [wire.value_of(message) for _, message in reading.messages]
     assert found == [*values] and all(buffer.readonly for value in found if value for buffer in value.buffers)
 
 
-def sealed(kind: Kind, message: m.Message) -> bytes:
+def sealed(kind: FrameKind, message: m.Message) -> bytes:
     """The frame of a message on TCP."""
     out: list[bytes] = []
     outbox = outbox_to(out, lambda callback: callback())
@@ -238,19 +242,19 @@ def sealed(kind: Kind, message: m.Message) -> bytes:
 
 LARGE = m.Flag(m.Stamp(1, 1), 1, 2, 3, encoded(b"meta", bytes(300_000)))
 SEALED = {
-    **{kind.name: pack_frame(Head(kind, 0, header=60), header=bytes(60)) for kind in list(Kind)[:5]},
-    "pull": sealed(Kind.CALL, pull()),
-    "several pulls": sealed(Kind.CALL, m.Pull(m.Stamp(1, 7), 3, 1, 5, "grad", 64)),
+    **{kind.name: pack_frame(Head(kind, 0, header=60), header=bytes(60)) for kind in list(FrameKind)[:5]},
+    "pull": sealed(FrameKind.CALL, pull()),
+    "several pulls": sealed(FrameKind.CALL, m.Pull(m.Stamp(1, 7), 3, 1, 5, "grad", 64)),
     "report": sealed(
-        Kind.TELL, m.Report(m.Stamp(1, 7), 3, 1, True, 2, encode_sum(5), encode_sum(6), False, {"loss": 0.5})
+        FrameKind.TELL, m.Report(m.Stamp(1, 7), 3, 1, True, 2, encode_sum(5), encode_sum(6), False, {"loss": 0.5})
     ),
-    "item": sealed(Kind.REPLY, m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"small"))),
-    "array": sealed(Kind.REPLY, m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"x", b"", bytes(500)))),
-    "protobuf": sealed(Kind.CALL, m.Seal(m.Stamp(1, 7), 3, 11)),
-    "large": sealed(Kind.CALL, LARGE)[: -300_004 - HEAD_BYTES],
-    "CHUNK": Head(Kind.CHUNK, 7, body=40).pack() + bytes(40),
-    **{kind.name: Head(kind, 7).pack() for kind in (Kind.CANCEL, Kind.GOODBYE, Kind.DECLINE)},
-    "RETURN": pack_frame(Head(Kind.RETURN, 0, 16), header=bytes(16)),
+    "item": sealed(FrameKind.REPLY, m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"small"))),
+    "array": sealed(FrameKind.REPLY, m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"x", b"", bytes(500)))),
+    "protobuf": sealed(FrameKind.CALL, m.Seal(m.Stamp(1, 7), 3, 11)),
+    "large": sealed(FrameKind.CALL, LARGE)[: -300_004 - HEAD_BYTES],
+    "CHUNK": Head(FrameKind.CHUNK, 7, body=40).pack() + bytes(40),
+    **{kind.name: Head(kind, 7).pack() for kind in (FrameKind.CANCEL, FrameKind.GOODBYE, FrameKind.DECLINE)},
+    "RETURN": pack_frame(Head(FrameKind.RETURN, 0, 16), header=bytes(16)),
 }
 
 
@@ -264,7 +268,7 @@ def test_every_damaged_bit_of_a_header_is_noticed(name: str, cut: int) -> None:
 
     def read(data: bytes) -> None:
         reading = Reading()
-        reading.reader.whole = (Kind.CALL, Kind.TELL, Kind.REPLY)
+        reading.reader.whole = (FrameKind.CALL, FrameKind.TELL, FrameKind.REPLY)
         reading.reader.checked = True
         reading.feed(data, [cut] * (1 + len(data) // cut))
 
@@ -282,9 +286,9 @@ def test_tcp_frames_have_digests() -> None:
     outbox = outbox_to(out, lambda callback: callback())
     outbox.sealed = True
     for number, (call, _) in enumerate(EXCHANGES, 1):
-        outbox.send(Kind.CALL, number, wire.to_header(call), wire.value_of(call))
-    outbox.send(Kind.CALL, 100, wire.to_header(LARGE), LARGE.value)
-    outbox.send_several(Kind.CALL, 200, wire.to_header(pull()))
+        outbox.send(FrameKind.CALL, number, wire.to_header(call), wire.value_of(call))
+    outbox.send(FrameKind.CALL, 100, wire.to_header(LARGE), LARGE.value)
+    outbox.send_several(FrameKind.CALL, 200, wire.to_header(pull()))
     reading = Reading()
     reading.reader.checked = True
     reading.feed(b"".join(out))
@@ -295,16 +299,16 @@ def test_tcp_frames_have_digests() -> None:
 def test_full_socket_keeps_the_order_of_frames() -> None:
     out: list[bytes] = []
     outbox = outbox_to(out, lambda callback: None)
-    outbox.send(Kind.CALL, 1, PULL)
+    outbox.send(FrameKind.CALL, 1, PULL)
     assert len(out) == 1  # at once
     outbox.pause()
-    outbox.send(Kind.CALL, 2, PULL)
-    outbox.send(Kind.CALL, 3, FLAG, encoded(b"meta"))
+    outbox.send(FrameKind.CALL, 2, PULL)
+    outbox.send(FrameKind.CALL, 3, FLAG, encoded(b"meta"))
     assert len(out) == 1
     outbox.resume()
-    outbox.send(Kind.CALL, 4, PULL)
+    outbox.send(FrameKind.CALL, 4, PULL)
     outbox.close()
-    outbox.send(Kind.CALL, 5, PULL)
+    outbox.send(FrameKind.CALL, 5, PULL)
     reading = Reading()
     reading.feed(b"".join(out))
     assert [number for number, _ in reading.messages] == [1, 2, 3, 4]
@@ -314,19 +318,19 @@ def test_unwanted_payload_is_skipped() -> None:
     large = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta", bytes(3 << 20)))
     reading = Reading()
     reading.skip = {1}
-    reading.feed(written((1, Kind.CALL, large), (2, Kind.CALL, pull()), (3, Kind.CALL, large)))
+    reading.feed(written((1, FrameKind.CALL, large), (2, FrameKind.CALL, pull()), (3, FrameKind.CALL, large)))
     assert [number for number, _ in reading.messages] == [2, 3]
     assert not reading.reader.mid_frame, "nothing of it is kept"
 
 
 def test_message_can_be_dropped_half_way() -> None:
     large = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta", bytes(3 << 20)))
-    data = written((1, Kind.CALL, large))
+    data = written((1, FrameKind.CALL, large))
     reading = Reading()
     reading.feed(data[:1_500_000])
     assert reading.reader.mid_frame
     reading.reader.drop(1)
-    reading.feed(data[1_500_000:] + written((2, Kind.CALL, pull())))
+    reading.feed(data[1_500_000:] + written((2, FrameKind.CALL, pull())))
     assert [number for number, _ in reading.messages] == [2]
     assert not reading.reader.mid_frame
 
@@ -337,11 +341,11 @@ def test_small_messages_overtake_large_ones() -> None:
     outbox = outbox_to(out, callbacks.append)
     outbox.pause()
     large = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"", bytes(32 << 20)))
-    outbox.send(Kind.CALL, 1, wire.to_header(large), large.value)
+    outbox.send(FrameKind.CALL, 1, wire.to_header(large), large.value)
     outbox.resume()
     (more,) = callbacks  # it lets the event loop breathe
     assert sum(map(len, out)) < 10 << 20
-    outbox.send(Kind.CALL, 2, PULL)
+    outbox.send(FrameKind.CALL, 2, PULL)
     more()
     while len(callbacks) > 1:
         callbacks.pop()()
@@ -355,11 +359,11 @@ def test_drop_tells_if_the_peer_saw_the_message() -> None:
     out: list[bytes] = []
     outbox = outbox_to(out, lambda callback: None)
     large = encoded(b"", bytes(32 << 20))
-    outbox.send(Kind.CALL, 1, FLAG, large)  # partly written
+    outbox.send(FrameKind.CALL, 1, FLAG, large)  # partly written
     outbox.pause()
-    outbox.send(Kind.CALL, 2, PULL)
+    outbox.send(FrameKind.CALL, 2, PULL)
     for number in range(3, 8):
-        outbox.send(Kind.CALL, number, FLAG, large)
+        outbox.send(FrameKind.CALL, number, FLAG, large)
     assert outbox.drop(1)
     assert not outbox.drop(2)
     assert not any(outbox.drop(number) for number in range(3, 8))
@@ -373,7 +377,7 @@ def test_digest_on_the_way_equals_the_whole_one(cuts: list[int], small: int) -> 
     value = values.encode([np.arange(20_000.0), *[np.arange(600.0)] * small, b"x" * 200_000])
     sizes = [buffer.nbytes for buffer in value.buffers]
     payload = b"".join((value.meta, *value.buffers))
-    head = Head(Kind.CALL, 1, 0, len(sizes), 0, len(payload), len(value.meta))
+    head = Head(FrameKind.CALL, 1, 0, len(sizes), 0, len(payload), len(value.meta))
     flag = m.Flag(m.Stamp(1, 1), 1, 1, 1, value)
     incoming = Incoming(head, sizes, flag, digesting=values.begin_digest)
     at = 0

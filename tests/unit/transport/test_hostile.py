@@ -17,12 +17,20 @@ from test_frames import SMALL, Reading
 from taskgraph.errors import DecodeError
 from taskgraph.protocol import messages as m
 from taskgraph.transport import wire
-from taskgraph.transport.frames import MAX_BUFFERS, MAX_HEADER_BYTES, PROTOCOL_VERSION, Head, Kind, Limits, pack_frame
+from taskgraph.transport.frames import (
+    MAX_BUFFERS,
+    MAX_HEADER_BYTES,
+    PROTOCOL_VERSION,
+    FrameKind,
+    Head,
+    Limits,
+    pack_frame,
+)
 from taskgraph.transport.hello import HELLO_LIMITS, Answering, Challenge, Dialling, HelloRefused, Open, Proof, refusal
 from taskgraph.transport.refusals import RefusalLog
 
 TOKEN = b"0123456789abcdef"
-HELLO_KINDS = [kind for kind in Kind if kind.name.startswith("HELLO")]
+HELLO_KINDS = [kind for kind in FrameKind if kind.name.startswith("HELLO")]
 
 
 @contextlib.contextmanager
@@ -42,7 +50,7 @@ heads = st.builds(
     lambda kind, call, header, buffers, body, payload, meta: struct.pack(
         "!2sBBQIIIQQ16x", b"TG", PROTOCOL_VERSION, kind, call, header, buffers, body, payload, meta
     ),
-    st.sampled_from([*Kind, 0, 255]),
+    st.sampled_from([*FrameKind, 0, 255]),
     st.integers(0, 2**64 - 1),
     *(st.sampled_from([0, 1, 40, 4096, 4097, 2**20, 2**32 - 1]) for _ in range(3)),
     *(st.sampled_from([0, 1, 4096, 2**20, 2**40, 2**64 - 1]) for _ in range(2)),
@@ -60,14 +68,14 @@ def test_memory_for_any_head_is_bounded(limits: Limits, head: bytes, rest: bytes
 @settings(deadline=None, max_examples=150)
 @given(st.binary(max_size=500), st.lists(st.integers(1, 50), max_size=20))
 def test_memory_for_a_stranger_is_bounded(data: bytes, cuts: list[int]) -> None:
-    for prefix in (b"", b"TG\x02", pack_frame(Head(Kind.HELLO_OPEN, 0, header=4096))):
+    for prefix in (b"", b"TG\x02", pack_frame(Head(FrameKind.HELLO_OPEN, 0, header=4096))):
         with at_most((192 << 10) + 100_000), contextlib.suppress(DecodeError):
             Reading(HELLO_LIMITS).feed(prefix + data, cuts)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if not kind.name.startswith("HELLO")])
+@pytest.mark.parametrize("kind", [kind for kind in FrameKind if not kind.name.startswith("HELLO")])
 @pytest.mark.parametrize("body", [1, 1 << 20, 16 << 20])
-def test_no_payload_before_the_hello(kind: Kind, body: int) -> None:
+def test_no_payload_before_the_hello(kind: FrameKind, body: int) -> None:
     """Chunks of unknown messages were skipped, so a stranger could send any number."""
     for payload in (0, body):
         with pytest.raises(DecodeError):
@@ -78,7 +86,7 @@ def test_promised_sizes_take_no_memory() -> None:
     """A head that promises the largest header and the most buffers made the reader take 72 MiB at once."""
     reading = Reading()
     with at_most(400_000):
-        reading.feed(pack_frame(Head(Kind.CALL, 1, header=MAX_HEADER_BYTES, buffers=MAX_BUFFERS)) + bytes(100_000))
+        reading.feed(pack_frame(Head(FrameKind.CALL, 1, header=MAX_HEADER_BYTES, buffers=MAX_BUFFERS)) + bytes(100_000))
     assert reading.reader.mid_frame
 
 
@@ -88,7 +96,7 @@ def test_large_header_arrives_in_any_pieces(cuts: list[int], size: int) -> None:
     reading = Reading()
     restart = m.RequestRestart(m.Stamp(1, 7), 3, "y" * size)
     header = wire.to_header(restart)
-    reading.feed(SMALL + pack_frame(Head(Kind.CALL, 9, len(header)), (), header) + SMALL[:0], cuts)
+    reading.feed(SMALL + pack_frame(Head(FrameKind.CALL, 9, len(header)), (), header) + SMALL[:0], cuts)
     assert reading.messages[-1] == (9, restart)
 
 
@@ -97,7 +105,7 @@ def test_large_header_arrives_in_any_pieces(cuts: list[int], size: int) -> None:
 frames = st.tuples(st.sampled_from(HELLO_KINDS), st.binary(max_size=120))
 opens = st.builds(
     lambda job, node, nonce, probe: (
-        Kind.HELLO_OPEN,
+        FrameKind.HELLO_OPEN,
         msgspec.msgpack.encode(Open(job, node, nonce, probe)),
     ),
     st.sampled_from(["job", "other"]),
@@ -106,12 +114,12 @@ opens = st.builds(
     st.booleans(),
 )
 challenges = st.builds(
-    lambda nonce: (Kind.HELLO_CHALLENGE, msgspec.msgpack.encode(Challenge("n", nonce))),
+    lambda nonce: (FrameKind.HELLO_CHALLENGE, msgspec.msgpack.encode(Challenge("n", nonce))),
     st.sampled_from([bytes(32), bytes(31)]),
 )
 proofs = st.builds(
     lambda kind, proof: (kind, msgspec.msgpack.encode(Proof(proof))),
-    st.sampled_from([Kind.HELLO_PROOF, Kind.HELLO_WELCOME]),
+    st.sampled_from([FrameKind.HELLO_PROOF, FrameKind.HELLO_WELCOME]),
     st.sampled_from([b"", bytes(32), b"\xff" * 32]),
 )
 
@@ -121,7 +129,7 @@ proofs = st.builds(
 )
 @settings(deadline=None, max_examples=150)
 @given(st.lists(frames | opens | challenges | proofs, max_size=6))
-def test_hello_needs_the_token(side: Callable[[], Answering | Dialling], said: list[tuple[Kind, bytes]]) -> None:
+def test_hello_needs_the_token(side: Callable[[], Answering | Dialling], said: list[tuple[FrameKind, bytes]]) -> None:
     hello = side()
     with contextlib.suppress(DecodeError, HelloRefused):
         for kind, data in said:
@@ -132,17 +140,17 @@ def test_hello_needs_the_token(side: Callable[[], Answering | Dialling], said: l
 
 def test_hello_steps_come_in_order_and_once() -> None:
     one, other = Dialling(TOKEN, "job", "a", probe=False), Answering(TOKEN, "job", "b")
-    steps: list[tuple[Dialling | Answering, Kind]] = [
-        (other, Kind.HELLO_OPEN),
-        (one, Kind.HELLO_CHALLENGE),
-        (other, Kind.HELLO_PROOF),
-        (one, Kind.HELLO_WELCOME),
+    steps: list[tuple[Dialling | Answering, FrameKind]] = [
+        (other, FrameKind.HELLO_OPEN),
+        (one, FrameKind.HELLO_CHALLENGE),
+        (other, FrameKind.HELLO_PROOF),
+        (one, FrameKind.HELLO_WELCOME),
     ]
-    said: dict[Kind, bytes] = dict(one.open())
+    said: dict[FrameKind, bytes] = dict(one.open())
     for turn in range(len(steps) + 1):
         for side in (one, other):
             expected = next((kind for whose, kind in steps[turn:] if whose is side), None)
-            for kind in set(Kind) - {expected, Kind.HELLO_REFUSE}:
+            for kind in set(FrameKind) - {expected, FrameKind.HELLO_REFUSE}:
                 with pytest.raises(DecodeError, match=rf"{kind.name} where HELLO_\w+ was expected"):
                     side.on_frame(kind, said.get(kind, b""))
         for whose, kind in steps[turn : turn + 1]:
@@ -155,7 +163,7 @@ def test_refusal_of_a_listener_is_one_short_line() -> None:
     why = "no\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 3000
     refused = refusal(why)
     with pytest.raises(HelloRefused) as caught:
-        Dialling(TOKEN, "job", "a", probe=False).on_frame(Kind.HELLO_REFUSE, refused)
+        Dialling(TOKEN, "job", "a", probe=False).on_frame(FrameKind.HELLO_REFUSE, refused)
     said = str(caught.value)
     assert said.startswith("no?2026-01-01 root INFO all is well ?[31m?zzz")
     assert said.isascii() and said.isprintable() and len(said) <= 300
@@ -167,14 +175,14 @@ def test_proofs_contain_the_channel_binding() -> None:
         one, other = Dialling(TOKEN, "job", "a", probe=False), Answering(TOKEN, "job", "b")
         one.binding, other.binding = mine, theirs
         ((_, opened),) = one.open()
-        ((_, challenge),) = other.on_frame(Kind.HELLO_OPEN, opened)
-        ((_, proof),) = one.on_frame(Kind.HELLO_CHALLENGE, challenge)
+        ((_, challenge),) = other.on_frame(FrameKind.HELLO_OPEN, opened)
+        ((_, proof),) = one.on_frame(FrameKind.HELLO_CHALLENGE, challenge)
         if not meet:
             with pytest.raises(HelloRefused, match="wrong token"):
-                other.on_frame(Kind.HELLO_PROOF, proof)
+                other.on_frame(FrameKind.HELLO_PROOF, proof)
             continue
-        ((_, welcome),) = other.on_frame(Kind.HELLO_PROOF, proof)
-        one.on_frame(Kind.HELLO_WELCOME, welcome)
+        ((_, welcome),) = other.on_frame(FrameKind.HELLO_PROOF, proof)
+        one.on_frame(FrameKind.HELLO_WELCOME, welcome)
         assert one.done and other.done
 
 

@@ -31,7 +31,7 @@ from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.protocol import messages as m
 from taskgraph.transport import lending, mappings
-from taskgraph.transport.frames import LENT, MAX_LENT, Head, Kind, pack_frame
+from taskgraph.transport.frames import LENT, MAX_LENT, FrameKind, Head, pack_frame
 from taskgraph.transport.lending import Borrowing, Lending
 from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.segments import Pool
@@ -508,13 +508,13 @@ def test_unknown_lease_is_refused() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        pack_frame(Head(Kind.RETURN, 0, 8), (), struct.pack("!Q", 77)),
-        pack_whole(Kind.RETURN, 0, b"", b"a payload"),
-        pack_frame(Head(Kind.RETURN, 0, 0, 1), (LENT | 5000,), b""),
-        pack_frame(Head(Kind.REPLY, 1, 44, 1), (LENT | 5000,), told(size=4096)),
-        pack_frame(Head(Kind.REPLY, 1, 44, 1), (LENT,), told(size=4096)),
-        pack_frame(Head(Kind.REPLY, 1, 4, 1), (LENT | 5000,), bytes(4)),
-        pack_frame(Head(Kind.REPLY, 1, 44, 1, 0, 5000, 0), (LENT | 5000,), told(size=8192)),
+        pack_frame(Head(FrameKind.RETURN, 0, 8), (), struct.pack("!Q", 77)),
+        pack_whole(FrameKind.RETURN, 0, b"", b"a payload"),
+        pack_frame(Head(FrameKind.RETURN, 0, 0, 1), (LENT | 5000,), b""),
+        pack_frame(Head(FrameKind.REPLY, 1, 44, 1), (LENT | 5000,), told(size=4096)),
+        pack_frame(Head(FrameKind.REPLY, 1, 44, 1), (LENT,), told(size=4096)),
+        pack_frame(Head(FrameKind.REPLY, 1, 4, 1), (LENT | 5000,), bytes(4)),
+        pack_frame(Head(FrameKind.REPLY, 1, 44, 1, 0, 5000, 0), (LENT | 5000,), told(size=8192)),
     ],
 )
 async def test_bad_references_end_the_session(host: Cluster, frame: bytes) -> None:

@@ -42,7 +42,7 @@ from taskgraph.protocol.sums import encode_sum
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport.api import Peer, PendingReply
-from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, PROTOCOL_VERSION, Head, Kind, pack_frame, seal
+from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, PROTOCOL_VERSION, FrameKind, Head, pack_frame, seal
 from taskgraph.transport.stream import StreamTransport
 
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
@@ -171,10 +171,10 @@ async def test_listener_without_the_token_is_detected(streams: Cluster, monkeypa
     a, b = await streams.node(), await streams.node(token=b"another token, as long")
     from taskgraph.transport import hello
 
-    def gullible(self: hello.Answering, kind: Kind, data: bytes) -> hello.Frames:
-        if kind is Kind.HELLO_PROOF:
+    def gullible(self: hello.Answering, kind: FrameKind, data: bytes) -> hello.Frames:
+        if kind is FrameKind.HELLO_PROOF:
             self.done = True
-            return [(Kind.HELLO_WELCOME, msgspec.msgpack.encode(hello.Proof(self._proof_of(b"listener"))))]
+            return [(FrameKind.HELLO_WELCOME, msgspec.msgpack.encode(hello.Proof(self._proof_of(b"listener"))))]
         return original(self, kind, data)
 
     original = hello.Answering.on_frame
@@ -194,11 +194,11 @@ async def test_refusal_names_both_versions(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     reader, writer = await stranger(b.peer)
     async with hung_up(writer):
-        data = bytearray(pack_frame(Head(Kind.HELLO_OPEN, 0)))
+        data = bytearray(pack_frame(Head(FrameKind.HELLO_OPEN, 0)))
         data[2] = 9
         writer.write(data)
         answer = await reader.read()
-    assert answer[:4] == b"TG" + bytes((PROTOCOL_VERSION, Kind.HELLO_REFUSE))
+    assert answer[:4] == b"TG" + bytes((PROTOCOL_VERSION, FrameKind.HELLO_REFUSE))
     assert b"version 9" in answer and b"speaks %d" % PROTOCOL_VERSION in answer  # what a dialler of version 9 can read
 
     async def of_version_9(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -249,10 +249,10 @@ async def test_recorded_hello_is_useless(streams: Cluster) -> None:
     "data",
     [
         b"GET / HTTP/1.1\r\n\r\n" + bytes(40),
-        pack_frame(Head(Kind.CALL, 1)),
+        pack_frame(Head(FrameKind.CALL, 1)),
         b"TG",
-        seal(pack_whole(Kind.CALL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
-        seal(pack_whole(Kind.TELL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
+        seal(pack_whole(FrameKind.CALL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
+        seal(pack_whole(FrameKind.TELL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
     ],
     ids=["http", "empty call", "cut", "call", "tell"],
 )
@@ -287,7 +287,7 @@ async def test_strangers_leave_no_receive_buffers(folder: Path, caplog: pytest.L
     hostile = (
         b"TG",
         b"GET / HTTP/1.1\r\n\r\n" + bytes(40),
-        pack_frame(Head(Kind.HELLO_OPEN, 0, header=4096)) + bytes(4000),
+        pack_frame(Head(FrameKind.HELLO_OPEN, 0, header=4096)) + bytes(4000),
     )
     async with cluster_of("tcp", folder) as cluster:
         node = await cluster.node(settings=Settings(connect_s=60.0))  # none is hung up on for its silence
@@ -396,7 +396,7 @@ async def test_end_inside_a_frame_is_a_loss(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
     (session,) = sessions_of(a.transport)
-    session._write(pack_frame(Head(Kind.CALL, 5, 100)))
+    session._write(pack_frame(Head(FrameKind.CALL, 5, 100)))
     assert session._transport is not None
     session._transport.write_eof() if session._transport.can_write_eof() else session.abort()
     assert await asyncio.wait_for(b.lost.get(), 30) == a.name
@@ -407,20 +407,20 @@ async def test_end_inside_a_frame_is_a_loss(streams: Cluster) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        pack_frame(Head(Kind.HELLO_OPEN, 0)),
-        pack_frame(Head(Kind.REPLY, 1)),
-        pack_frame(Head(Kind.CALL, 1, 3), (), b"\xff\xff\xff"),
-        pack_frame(Head(Kind.CALL, 1, payload=1 << 62)),
-        pack_whole(Kind.REPLY, 1, wire.to_header(m.Accepted(1))),
-        pack_whole(Kind.CALL, 9, wire.to_header(m.Accepted(1))),
-        pack_whole(Kind.CALL, 9, wire.to_header(pull()), b"a payload"),
-        pack_frame(Head(Kind.CALL, 1, len(NO_STAMP)), (), NO_STAMP),
-        pack_whole(Kind.CALL, 9, wire.to_header(pull())[:10]),
-        pack_whole(Kind.CALL, 9, wire.to_header(pull())[:-1] + b"\xff"),
-        pack_whole(Kind.CALL, 9, b"\0\xff"),
-        pack_whole(Kind.CALL, 9, b""),
-        pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, 0))),
-        pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, sides.MAX_COUNT + 1))),
+        pack_frame(Head(FrameKind.HELLO_OPEN, 0)),
+        pack_frame(Head(FrameKind.REPLY, 1)),
+        pack_frame(Head(FrameKind.CALL, 1, 3), (), b"\xff\xff\xff"),
+        pack_frame(Head(FrameKind.CALL, 1, payload=1 << 62)),
+        pack_whole(FrameKind.REPLY, 1, wire.to_header(m.Accepted(1))),
+        pack_whole(FrameKind.CALL, 9, wire.to_header(m.Accepted(1))),
+        pack_whole(FrameKind.CALL, 9, wire.to_header(pull()), b"a payload"),
+        pack_frame(Head(FrameKind.CALL, 1, len(NO_STAMP)), (), NO_STAMP),
+        pack_whole(FrameKind.CALL, 9, wire.to_header(pull())[:10]),
+        pack_whole(FrameKind.CALL, 9, wire.to_header(pull())[:-1] + b"\xff"),
+        pack_whole(FrameKind.CALL, 9, b"\0\xff"),
+        pack_whole(FrameKind.CALL, 9, b""),
+        pack_whole(FrameKind.CALL, 9, wire.to_header(m.Pull(*PULL, 0))),
+        pack_whole(FrameKind.CALL, 9, wire.to_header(m.Pull(*PULL, sides.MAX_COUNT + 1))),
         bytes(56),
     ],
 )
@@ -445,7 +445,7 @@ async def test_duplicate_call_ends_the_session(
     b.at_once = lambda caller, call: PendingReply()
     with caplog.at_level("ERROR"):
         for number, pulls in ((9, 1), (first, count)):
-            session._write(pack_whole(Kind.CALL, number, wire.to_header(m.Pull(*PULL, pulls))))
+            session._write(pack_whole(FrameKind.CALL, number, wire.to_header(m.Pull(*PULL, pulls))))
         assert await asyncio.wait_for(b.lost.get(), 30) == a.name
     assert "is made twice" in caplog.text
 
@@ -456,7 +456,7 @@ async def test_too_large_call_number_ends_the_session(streams: Cluster, caplog: 
     await a.call(b, SEAL)
     (session,) = sessions_of(a.transport)
     with caplog.at_level("ERROR"):
-        session._write(pack_whole(Kind.CALL, (1 << 64) - 2, wire.to_header(m.Pull(*PULL, 3))))
+        session._write(pack_whole(FrameKind.CALL, (1 << 64) - 2, wire.to_header(m.Pull(*PULL, 3))))
         assert await asyncio.wait_for(b.lost.get(), 30) == a.name
     (said,) = caplog.records
     assert "numbers have 64 bits" in said.getMessage()

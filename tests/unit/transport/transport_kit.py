@@ -24,7 +24,7 @@ from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.transport.api import Peer, PendingReply, ServeAll, ServeNow, Transport
-from taskgraph.transport.frames import Head, Kind, pack_frame
+from taskgraph.transport.frames import FrameKind, Head, pack_frame
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 from taskgraph.transport.stream import StreamTransport
 
@@ -280,7 +280,7 @@ async def nodes_of_a_host(folder: Path, *names: str) -> AsyncIterator[list[Node]
             await node.transport.close()
 
 
-def pack_whole(kind: Kind, call: int, header: bytes, meta: bytes = b"") -> bytes:
+def pack_whole(kind: FrameKind, call: int, header: bytes, meta: bytes = b"") -> bytes:
     """A frame that is all of its message: no value, or one of nothing but meta."""
     size = len(meta)
     return pack_frame(Head(kind, call, len(header), 0, size, size, size), (), header) + meta

@@ -9,7 +9,7 @@ import time
 import traceback
 
 import taskgraph as tg
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import JobStatus
 from taskgraph.testing.simulate.elastic.faults import ElasticFaults, draw, draw_around_checkpoints
 from taskgraph.testing.simulate.elastic.workload import Workload
 from taskgraph.testing.simulate.elastic.world import ElasticWorld
@@ -150,7 +150,7 @@ async def _judge(world: ElasticWorld) -> str:
     status = await world.status()
     if status is None:
         return "all gone"
-    if status.state == State.FINISHED:
+    if status.state == JobStatus.FINISHED:
         result = await world.result()
         if result is None:
             return "all gone"

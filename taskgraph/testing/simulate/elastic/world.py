@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import taskgraph as tg
 from taskgraph.checkpoint.manifest import ExpectedJob
-from taskgraph.checkpoint.store import Store
+from taskgraph.checkpoint.store import CheckpointStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.elastic_jobs.node import ElasticNode
 from taskgraph.errors import CheckpointError, TaskGraphError, Unavailable
@@ -26,7 +26,7 @@ from taskgraph.protocol import transactions
 from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, Put, Txn
-from taskgraph.protocol.records import EpochRecord, GoneRecord, State, StatusRecord
+from taskgraph.protocol.records import EpochRecord, GoneRecord, JobStatus, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.elastic.checks import Checks
@@ -143,7 +143,7 @@ class ElasticWorld:
         """Kills all nodes, ends the job, and runs it again from its newest checkpoint, on another number of nodes."""
         for known in self.existing():
             self.kill(known, host=False)
-        ended = StatusRecord(state=State.FAILED, reason="shut down")
+        ended = StatusRecord(state=JobStatus.FAILED, reason="shut down")
         self.etcd.store.execute(Txn(success=(Put(self.keys.status, ended.to_bytes()),)))
         spec = dataclasses.replace(self.spec, run="again", expected_nodes=nodes)
         with launcher_uses(self.place, random.Random(self._disk_rng.getrandbits(64)), self.pace.timing):
@@ -268,7 +268,7 @@ class ElasticWorld:
         """Waits until the job has ended, and returns its status; None if all its processes have ended."""
         while self.existing():
             known = self.view.status
-            if known is not None and known.record.state != State.RUNNING:
+            if known is not None and known.record.state != JobStatus.RUNNING:
                 return known.record
             await asyncio.sleep(0.02)
         return None
@@ -400,7 +400,7 @@ class ElasticWorld:
         assert self.view.checkpoint is not None
         record = self.view.checkpoint.record
         expected = ExpectedJob(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
-        store = Store(PLACE, expected, place=self.place.for_node("the checks"))
+        store = CheckpointStore(PLACE, expected, place=self.place.for_node("the checks"))
         try:
             value = store.read(store.open(record.name), 0)
             assert value is not None
@@ -412,10 +412,10 @@ class ElasticWorld:
     def _check_end(self, events: tuple[KeyEvent, ...]) -> None:
         """Checks the write that ends the job. If the job failed, notes the workers that could have gone on."""
         status = self.view.status
-        if status is not None and status.record.state == State.FAILED:
+        if status is not None and status.record.state == JobStatus.FAILED:
             self.whole_at_failure = [known.id for known in self.whole()]
         for event in events:
-            if event.kv.key == self.keys.epoch and status is not None and status.record.state == State.FINISHED:
+            if event.kv.key == self.keys.epoch and status is not None and status.record.state == JobStatus.FINISHED:
                 try:
                     self.checks.check_finished(EpochRecord.from_bytes(event.kv.value).epoch)
                 except Violation as error:

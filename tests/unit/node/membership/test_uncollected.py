@@ -14,7 +14,7 @@ import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.launch.kept import collected_record
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import JobStatus, StatusRecord
 
 __all__ = ["blindable"]
 
@@ -34,7 +34,7 @@ def state_of(cluster: InProcessCluster) -> str:
 def why_none(cluster: InProcessCluster) -> str:
     """The error for a client that asks for the results."""
     found = [*cluster.store.select(cluster.keys.collected, prefix=False), None]
-    finished = StatusRecord(state=State.FINISHED)
+    finished = StatusRecord(state=JobStatus.FINISHED)
     with pytest.raises(tg.UnknownJob) as told:
         structs.replace(collected_record(found[0]), status=finished).result_of(cluster.spec.name)
     return str(told.value)
@@ -60,7 +60,7 @@ def test_job_stays_finished_while_nodes_leave(every: int, tmp_path: Path) -> Non
         await asyncio.sleep(1)
         eyes(late).see()
         took_s = await leaving
-        assert state_of(cluster) == State.FINISHED
+        assert state_of(cluster) == JobStatus.FINISHED
         assert why_none(cluster).endswith(
             "its values are not kept: neither a launcher nor `taskgraph result` collected them within 5 s "
             "(settings.results_kept_s)"

@@ -12,7 +12,7 @@ import pytest
 from cluster_kit import Counting, Gated, gated, holder, job, play
 
 from taskgraph.checkpoint.manifest import CheckpointName
-from taskgraph.checkpoint.store import Store
+from taskgraph.checkpoint.store import CheckpointStore
 from taskgraph.errors import PeerLost
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
@@ -42,7 +42,7 @@ def test_replaced_leader_stops_removing_files(
     """A leader that was frozen must not remove its successor's newest checkpoint."""
     removed: list[bool] = []
 
-    def discard(self: Store, name: CheckpointName, still: Callable[[], bool]) -> None:
+    def discard(self: CheckpointStore, name: CheckpointName, still: Callable[[], bool]) -> None:
         removed.append(still())
         if then is not None:
             then(node)
@@ -54,7 +54,7 @@ def test_replaced_leader_stops_removing_files(
         node = holder(cluster, 0)
         checkpointer = Checkpointer(node, node.roles.primaries[0])
         checkpointer.note_files(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))  # it could not be written
-        monkeypatch.setattr(Store, "discard", discard)
+        monkeypatch.setattr(CheckpointStore, "discard", discard)
         await checkpointer._give_up()
 
     node: Any = None
@@ -71,7 +71,7 @@ def test_paused_leader_removes_no_files(gated: type[Gated], tmp_path: Path, monk
         node = holder(cluster, 0)
         checkpointer = Checkpointer(node, node.roles.primaries[0])
         checkpointer.note_files(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))
-        monkeypatch.setattr(Store, "discard", lambda self, name, still: removed.append(name))
+        monkeypatch.setattr(CheckpointStore, "discard", lambda self, name, still: removed.append(name))
         node.set_paused(True)
         giving_up = asyncio.ensure_future(checkpointer._give_up())
         await asyncio.sleep(0)

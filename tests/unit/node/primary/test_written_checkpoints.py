@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.checkpoint import Store
+from taskgraph.checkpoint import CheckpointStore
 from taskgraph.checkpoint.places import Directory
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Point
@@ -359,16 +359,16 @@ async def test_unshared_place_makes_no_checkpoint(
 
 async def test_last_manifest_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader without the pointer needs it, and the disk is full."""
-    real, left = Store.finish, 2
+    real, left = CheckpointStore.finish, 2
 
-    def full(self: Store, name: str) -> None:
+    def full(self: CheckpointStore, name: str) -> None:
         nonlocal left
         if "-e000000006-" in name and left:
             left -= 1
             raise OSError(28, "No space left on device")
         real(self, name)
 
-    monkeypatch.setattr(Store, "finish", full)
+    monkeypatch.setattr(CheckpointStore, "finish", full)
 
     def make(cluster: InProcessCluster, node: str) -> Point:
         async def point(stage: str, task: int, epoch: int) -> None:
@@ -391,15 +391,15 @@ async def test_last_manifest_is_retried(tmp_path: Path, monkeypatch: pytest.Monk
 async def test_slow_place_delays_epochs_by_name(
     unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, released = Store.write, asyncio.Event()
+    real, released = CheckpointStore.write, asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(self: Store, name: Any, task: int, value: Any) -> Any:
+    def slow(self: CheckpointStore, name: Any, task: int, value: Any) -> Any:
         if task == 1:
             asyncio.run_coroutine_threadsafe(released.wait(), loop).result(30)
         return real(self, name, task, value)
 
-    monkeypatch.setattr(Store, "write", slow)
+    monkeypatch.setattr(CheckpointStore, "write", slow)
     async with running(walk(tmp_path, checkpoint_every=1), 2) as cluster:
         async with asyncio.timeout(20):
             while "its file of the checkpoint of epoch 1: " not in cluster.waits():  # noqa: ASYNC110 - nobody tells
