@@ -26,6 +26,7 @@ Picked = NDArray[np.intp]
 Marks = NDArray[np.uint64]
 
 _CHUNK = 100_000  # states whose successors are held at once
+_KEPT = 1_000_000  # states that a search remembers for the way to a violation
 _BITS = {1: 62, 2: 31, 3: 21}  # of each number in a memo's key, by how many there are
 
 
@@ -263,14 +264,14 @@ def search(
     Raises:
         Violation: an invariant broke; the message holds a shortest way there.
     """
-    try:
-        return _search(machine, begin, limit, level, None)
-    except BrokenAt:
-        levels: list[Rows] = []  # only now is it worth the memory to know who came from where
-    try:
-        _search(machine, begin, limit, None, levels)
-    except BrokenAt as broken:
-        raise Violation("\n  ".join([broken.message, *_trail(machine, levels, broken.at), *broken.last])) from None
+    for kept in (_KEPT, limit):
+        levels: list[Rows] = []  # who came from where; a second search is worth the memory for many states
+        try:
+            return _search(machine, begin, limit, level, levels, kept)
+        except BrokenAt as broken:
+            if levels:
+                trail = _trail(machine, levels, broken.at)
+                raise Violation("\n  ".join([broken.message, *trail, *broken.last])) from None
     raise AssertionError("a violation was found once and not again")
 
 
@@ -279,13 +280,16 @@ def _search(
     begin: Rows,
     limit: int,
     told: Callable[[Explored, int], None] | None,
-    levels: list[Rows] | None,
+    levels: list[Rows],
+    kept: int,
 ) -> Explored:
+    """Fills `levels`, which end empty if there are more states than `kept`."""
     explored, visited, rows = Explored(), _Visited(), begin
     visited.add(marks(begin))
     while rows.shape[1]:
-        if levels is not None:
-            levels.append(rows)
+        levels.append(rows)
+        if explored.states > kept:
+            levels.clear()
         machine.check(rows)
         found = []
         for first in range(0, rows.shape[1], _CHUNK):

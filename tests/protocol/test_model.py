@@ -244,18 +244,13 @@ def nobody(self: InSync, key: Any) -> tuple[str, ...]:
 JOINS = Budget(epochs=2, takeovers=2, joins=1)
 EVICTS = Budget(epochs=2, takeovers=2, evictions=2)
 ONE = Model(1, "abc", CORE)
+REPLACED = Model(2, "abc", Budget(epochs=1, takeovers=1), "abc")
 RULES: dict[str, tuple[Patch, Model]] = {
     # commits
-    "a commit compares the generation": (without_compare("commit", "generation"), Model(2, "abc", CORE, "abc")),
+    "a commit compares the generation": (without_compare("commit", "generation"), REPLACED),
     "the generation is compared by revision": (by_value, Model(2, "abc", Budget(epochs=1, takeovers=3), "abc")),
-    "a takeover puts the generation": (
-        changed(transactions, "take_over", without_generation),
-        Model(2, "abc", CORE, "abc"),
-    ),
-    "a done counts in its own term": (
-        lambda patch: patch.setattr(Leader, "_terms", as_reported),
-        Model(2, "abc", CORE, "abc"),
-    ),
+    "a takeover puts the generation": (changed(transactions, "take_over", without_generation), REPLACED),
+    "a done counts in its own term": (lambda patch: patch.setattr(Leader, "_terms", as_reported), REPLACED),
     "attempts are counted over all epochs": (
         changed(transactions, "commit", first_attempt),
         Model(1, "ab", Budget(epochs=2, restarts=2)),

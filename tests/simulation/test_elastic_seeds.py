@@ -19,7 +19,7 @@ QUICK = 40
 LATER = 40
 """Seeds of `make test-slow` after these: a fixed number, so that chance never fails a run of the tests."""
 
-SEEDS = 8
+SEEDS = 4
 
 REPLAY = f"""
 from taskgraph.testing.simulate.elastic import run_elastic_seed

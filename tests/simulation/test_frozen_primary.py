@@ -37,14 +37,14 @@ def calm(seed: int, *, ttl_s: float, backups: int) -> World:
     return world
 
 
-async def until(world: World, what: str, true: object) -> float:
-    """Returns the virtual time at which it was so, to a millisecond."""
+async def until(world: World, what: str, true: object, *, within_s: float = 0.001) -> float:
+    """Returns the virtual time at which it was so, to `within_s`."""
     assert callable(true)
     limit = world.loop.time() + 60.0
     while not true():
         assert world.loop.time() < limit, f"waited in vain for {what}:\n" + world.transcript.text()
         assert not world.failed.done(), world.failed.exception()
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(within_s)
     return world.loop.time()
 
 
@@ -66,7 +66,7 @@ async def frozen(seed: int, ttl_s: float, backups: int) -> tuple[float, float]:
                 and all(len(view.in_sync(task)) == 1 + backups for task in tasks)
             )
 
-        await until(world, "all backups", whole)
+        await until(world, "all backups", whole, within_s=0.05)
         await asyncio.sleep(chance.random())
         task = chance.randrange(world.workload.tasks)
         victim, term = world.nodes[view.primary_node(task) or ""], view.term(task)
@@ -79,8 +79,8 @@ async def frozen(seed: int, ttl_s: float, backups: int) -> tuple[float, float]:
         deleted = await until(world, "the end of its key", lambda: victim.id not in view.nodes)
         victim.process.thaw(world.loop)
         victim.threads.thaw(world.loop)
-        await until(world, "its return", lambda: victim.id in view.nodes)
-        await until(world, "all backups again", whole)
+        await until(world, "its return", lambda: victim.id in view.nodes, within_s=0.05)
+        await until(world, "all backups again", whole, within_s=0.05)
         assert not world.failed.done(), world.failed.exception()
     finally:
         await world.stop()

@@ -31,10 +31,11 @@ QUICK = 60
 LATER = 67
 
 RARE = (
-    *(5, 14, 23, 36, 37, 43, 47, 71, 74, 83, 90, 92, 98, 100, 102, 108, 121),
-    *(131, 140, 208, 242, 243, 290, 404, 418, 432, 493, 530, 629, 669, 679, 694),
+    *(71, 74, 83, 90, 92, 98, 100, 102, 108, 121, 131, 140, 208, 242, 243),
+    *(290, 404, 418, 432, 493, 530, 629, 669, 679, 694),
 )
-"""Seeds that together reach all of `LEAST`, chosen out of 700. Where they no longer do, later seeds are tried."""
+"""Seeds that reach all of `LEAST` together with the first ones, chosen out of 700. Where they no longer do, later seeds
+are tried."""
 WITHIN = 700
 
 LEAST = {
@@ -60,7 +61,7 @@ LEAST = {
 }
 """States that few seeds reach: in how many seeds of the test each is found, or how often."""
 
-SEEDS = 10
+SEEDS = 4
 
 REPLAY = f"""
 from taskgraph.testing.simulate import run_seed
@@ -82,12 +83,19 @@ def test_seed_replays_exactly() -> None:
     assert fresh.stdout.split() == first
 
 
-@pytest.mark.timeout(500)
-def test_seeds_find_no_violation() -> None:
-    outcomes = [run_seed(seed) for seed in range(QUICK)]
+@pytest.mark.timeout(590)
+def test_seeds_find_no_violation_and_reach_rare_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    standing, reached = _Standing(monkeypatch), Counter[str]()
+    outcomes = []
+    for seed in (*range(QUICK), *RARE, *range(QUICK, WITHIN)):
+        outcomes.append(run_seed(seed))
+        reached += _reached(outcomes[-1]) + standing.reached(outcomes[-1])
+        if len(outcomes) >= QUICK + len(RARE) and reached >= Counter(LEAST):
+            break
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
-    faults = sum((outcome.transcript.faults for outcome in outcomes), Counter[str]())
+    faults = sum((outcome.transcript.faults for outcome in outcomes[:QUICK]), Counter[str]())
     assert len(faults) >= 20, faults
+    assert reached >= Counter(LEAST), {state: reached[state] for state in LEAST}
 
 
 def test_machine_speed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +156,9 @@ def test_task_group_cancels_in_fixed_order() -> None:
 
 
 def test_command_shows_rate_and_coverage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "0:10"]) == 0
+    assert main(["--seeds", "1:4"]) == 0
     out = capsys.readouterr().out
-    assert "10 seeds in" in out and "per second" in out
+    assert "3 seeds in" in out and "per second" in out
     assert "faults: crash " in out and "reached: " in out and " admitted " in out
 
 
@@ -158,19 +166,6 @@ def test_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seed", "13", "--verbose"]) == 0
     out = capsys.readouterr().out
     assert "epoch 2 committed" in out and "seed 13: finished" in out and "Pull" in out
-
-
-@pytest.mark.timeout(590)
-def test_seeds_reach_rare_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    standing = _Standing(monkeypatch)
-    reached = Counter[str]()
-    for seed in (*RARE, *range(QUICK, WITHIN)):
-        outcome = run_seed(seed)
-        assert not outcome.problem, (seed, outcome.problem)
-        reached += _reached(outcome) + standing.reached(outcome)
-        if reached >= Counter(LEAST):
-            break
-    assert reached >= Counter(LEAST), {state: reached[state] for state in LEAST}
 
 
 def _reached(outcome: Outcome) -> Counter[str]:
@@ -330,7 +325,7 @@ def test_job_fails_when_holders_are_absent_too_long(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(seeds, "draw", draw)
     monkeypatch.setattr(seeds, "CHECKPOINTS_SHARE", 0.0)
-    outcomes = [run_seed(seed) for seed in range(2, 24)]
+    outcomes = [run_seed(seed) for seed in range(12, 20)]
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
     assert any(outcome.ended == "lost" for outcome in outcomes)
 
