@@ -29,16 +29,16 @@ def as_options(options: dict[str, Any]) -> list[str]:
     return [part for option, value in options.items() for part in ("-o", f"{option}={value}")]
 
 
-async def until_both_are_dead(cli: Cli, name: str, example: str, **options: Any) -> Command:
-    """Runs it with two workers; both are killed, and another one joins before the second dies. Its steps take a while
-    until `cli.open` is called."""
+async def until_both_are_dead(cli: Cli, name: str, example: str, nodes: int = 3, **options: Any) -> Command:
+    """Runs it with some workers; two of them are killed, and another one joins. Its steps take a while until
+    `cli.open` is called."""
     cli.env |= {"PACED_EXAMPLE": f"{example}:{name}", "PACED_UNTIL": str(cli.gate)}
-    run = await cli.start("run", PACED, "--nodes", "2", "--json", *as_options(options))
+    run = await cli.start("run", PACED, "--nodes", str(nodes), "--json", *as_options(options))
     await run.until("step ")
     launch = await cli.start("launch", name, "--nodes", "1")
     assert (await cli("kill", name, "--node", "n2")).code == 0
     await run.until("n2 died (SIGKILL): ")
-    await launch.until("n3 joined after")
+    await launch.until(f"n{nodes + 1} joined after")
     assert (await cli("kill", name, "--node", "n1")).code == 0
     await run.until("n1 died (SIGKILL): ")
     return run
@@ -74,7 +74,7 @@ async def test_network(cli: Cli, tmp_path: Path) -> None:
     calm = await undisturbed("elastic_torch", passes=5)
     assert calm["0"]["best accuracy"] > 0.93
     options = {"passes": 5, "checkpoint": f"file://{tmp_path / 'kept'}"}
-    run = await until_both_are_dead(cli, "read_digits", "elastic_torch", **options)
+    run = await until_both_are_dead(cli, "read_digits", "elastic_torch", nodes=2, **options)
     await run.until("checkpoint after step")
     assert (await cli("shutdown", "read_digits")).code == 0
     await run.done()

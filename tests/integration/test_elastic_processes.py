@@ -101,7 +101,7 @@ async def test_only_worker_drains_once_another_has_the_state(cli: Cli, calm: Any
 
 
 async def test_frozen_worker_enters_again(cli: Cli, calm: Any) -> None:
-    run = await at_gate(cli, 2, "-o", "pause_s=0.05")
+    run = await at_gate(cli, 3, "-o", "pause_s=0.05")
     pid = await pid_of(cli, "n2")
     stop(pid)
     try:

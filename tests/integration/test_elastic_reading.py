@@ -31,16 +31,16 @@ def be_quick(cli: Cli) -> None:
 
 
 async def value_with_kills(cli: Cli, job: str, url: str) -> Any:
-    """Runs a job on two workers. One dies, another one joins, then the first one dies."""
+    """Runs a job on three workers. One dies, another one joins, then the first one dies."""
     options = ("-o", f"url={url}", "-o", f"gate={cli.gate}")
-    run = await cli.start("run", f"{DRIVER}:{job}", "--nodes", "2", "--json", *options)
-    await becomes(lambda: len(list(cli.root.glob("gate-n*"))) == 2)
+    run = await cli.start("run", f"{DRIVER}:{job}", "--nodes", "3", "--json", *options)
+    await becomes(lambda: len(list(cli.root.glob("gate-n*"))) == 3)
     assert (await cli("kill", "read", "--node", "n2")).code == 0
-    await run.until("n2 died (SIGKILL): n1 goes on")
+    await run.until("n2 died (SIGKILL): n1 n3 go on")
     launch = await cli.start("launch", "read", "--nodes", "1")
-    await cli.registered("read", "n3")
+    await cli.registered("read", "n4")
     cli.open()
-    await launch.until("n3 joined after")
+    await launch.until("n4 joined after")
     assert (await cli("kill", "read", "--node", "n1")).code == 0
     be_quick(cli)
     done = await run.done(60.0)

@@ -4,16 +4,12 @@ The environment names the example (PACED_EXAMPLE, `module:function`) and the fil
 """
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
 import time
-import types
 import typing
 from pathlib import Path
-
-import numpy as np
 
 from taskgraph.elastic_jobs.job import elastic
 from taskgraph.elastic_jobs.steps import Step
@@ -43,20 +39,6 @@ def _as_job_of_this_file(module, name):
     return {name: elastic(checkpoint_every_s=0.5)(call)}
 
 
-def _load_digits():
-    """As scikit-learn's, without its import, which takes each process 1.5 s."""
-    rows = np.loadtxt(f"{_SKLEARN}/datasets/data/digits.csv.gz", delimiter=",")
-    return types.SimpleNamespace(images=rows[:, :64].reshape(-1, 8, 8), target=rows[:, 64].astype(int))
-
-
 Step.__iter__ = _paced
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-_module, _name = os.environ["PACED_EXAMPLE"].split(":")
-_stubs = {}
-if _module == "elastic_torch":
-    (_SKLEARN,) = importlib.util.find_spec("sklearn").submodule_search_locations
-    _stubs = dict.fromkeys(("sklearn", "sklearn.datasets"), types.SimpleNamespace(load_digits=_load_digits))
-sys.modules.update(_stubs)
-vars().update(_as_job_of_this_file(_module, _name))
-for _stub in _stubs:
-    del sys.modules[_stub]
+vars().update(_as_job_of_this_file(*os.environ["PACED_EXAMPLE"].split(":")))
