@@ -294,9 +294,9 @@ def test_wishes_are_valid_and_stable(situation: tuple) -> None:
     assert again == wishes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(situations())
-def test_primaries_are_even(situation: tuple) -> None:
+def test_primaries_are_even_also_on_devices(situation: tuple) -> None:
     seats, tasks, backups, holdings, needs_device, keep = situation
     wishes = place(seats, tasks, backups, holdings, needs_device, keep)
     counts = dict(zip([s.node for s in seats], leads(wishes, seats), strict=True))
@@ -305,15 +305,8 @@ def test_primaries_are_even(situation: tuple) -> None:
             for s in seats:
                 if s.devices or not needs_device(t):
                     assert counts[w.primary] - counts[s.node] <= 1
-
-
-@settings(max_examples=300, deadline=None)
-@given(situations())
-def test_device_primaries_are_even(situation: tuple) -> None:
-    seats, tasks, backups, holdings, needs_device, keep = situation
-    wishes = place(seats, tasks, backups, holdings, needs_device, keep)
-    counts = Counter(w.primary for t, w in wishes.items() if needs_device(t))
-    assert spread([counts[s.node] for s in seats if s.devices] or [0]) <= 1
+    with_device = Counter(w.primary for t, w in wishes.items() if needs_device(t))
+    assert spread([with_device[s.node] for s in seats if s.devices] or [0]) <= 1
 
 
 def test_device_tasks_change_places_with_others() -> None:

@@ -59,8 +59,7 @@ def test_newcomers_join_and_workers_leave(order: int) -> None:
     assert tg.testing.run(counted(), order=order).value == expected()
 
 
-@pytest.mark.parametrize("stage", ["begin", "part", "sums"])
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize(("stage", "order"), [("begin", 1), ("part", 2), ("sums", 1)])
 def test_kills_lose_and_double_nothing(stage: str, order: int) -> None:
     kills = {(0, 3): stage, (1, 10): stage, (2, 20): stage}
     assert tg.testing.run(counted(passes=2), kills=kills, order=order).value == expected(passes=2)

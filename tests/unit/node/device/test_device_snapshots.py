@@ -98,24 +98,31 @@ def grown(task: int, epochs: int) -> np.ndarray:
     return row
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [{}, {(0, 2): "done", (1, 4): "snapshot"}, {(2, 1): "compose", (0, 3): "commit"}, {(1, 1): "sync", (2, 3): "done"}],
-)
+KILLS = [
+    {},
+    {(0, 2): "done", (1, 4): "snapshot"},
+    {(2, 1): "compose", (0, 3): "commit"},
+    {(1, 1): "sync", (2, 3): "done"},
+]
+
+
+@pytest.mark.parametrize(("order", "kills"), [*enumerate(KILLS)])
 @pytest.mark.parametrize("strict", [False, True])
-def test_boundary_is_the_state_at_the_end(soft: SoftDevice, kills: dict[tuple[int, int], str], strict: bool) -> None:
+def test_boundary_is_the_state_at_the_end(
+    soft: SoftDevice, order: int, kills: dict[tuple[int, int], str], strict: bool
+) -> None:
     job = tg.Job(tasks=3, epochs=6, builder=Grows, topology=tg.ring(), backups=1)
-    for order in range(3):
-        result = tg.testing.run(job, kills=kills, strict=strict, order=order)
-        for task in range(3):
-            assert np.array_equal(result.values[task], grown(task, 6))
-        assert result.failovers or not kills
-        told = {report.epoch: [numbers["count"] for numbers in report.by_task.values()] for report in result.reports}
-        assert told == {number: [number + 1.0] * 3 for number in range(6)}
+    result = tg.testing.run(job, kills=kills, strict=strict, order=order)
+    for task in range(3):
+        assert np.array_equal(result.values[task], grown(task, 6))
+    assert result.failovers or not kills
+    told = {report.epoch: [numbers["count"] for numbers in report.by_task.values()] for report in result.reports}
+    assert told == {number: [number + 1.0] * 3 for number in range(6)}
 
 
-@pytest.mark.parametrize("kills", [{(0, 2): "done", (1, 4): "snapshot"}, {(2, 1): "compose"}])
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("kills", "strict"), [({(0, 2): "done", (1, 4): "snapshot"}, False), ({(2, 1): "compose"}, True)]
+)
 def test_shared_state_of_the_device(soft: SoftDevice, kills: dict[tuple[int, int], str], strict: bool) -> None:
     job = tg.Job(tasks=3, epochs=6, builder=Shares, topology=tg.ring(), backups=1)
     theta = np.ones(SIZE)
@@ -150,8 +157,7 @@ OutOfMemoryError = type("OutOfMemoryError", (MemoryError,), {"__module__": "cupy
 def test_dead_node_leaves_no_snapshot_in_flight(soft: SoftDevice, caplog: pytest.LogCaptureFixture) -> None:
     kills = {(1, 0): "compose", (0, 2): "snapshot", (2, 2): "compose", (2, 3): "compose"}
     for order in range(5):
-        for backups in (1, 2):
-            job = tg.Job(tasks=3, epochs=6, builder=Grows, topology=tg.ring(), backups=backups)
-            tg.testing.run(job, kills=kills, strict=False, order=order)
-            gc.collect()
+        job = tg.Job(tasks=3, epochs=6, builder=Grows, topology=tg.ring(), backups=1 + order % 2)
+        tg.testing.run(job, kills=kills, strict=False, order=order)
+        gc.collect()
     assert "was destroyed but it is pending" not in caplog.text

@@ -5,13 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 _JOB = """
 import asyncio, os, sys
 import taskgraph as tg
 
-how, children = sys.argv[1], []
 
 async def forks():
     future = asyncio.get_running_loop().create_future()
@@ -52,36 +49,41 @@ class Counts(tg.Task, state=["epochs"]):
     def result(self):
         return self.epochs
 
-job = tg.Job(tasks=2, epochs=6, builder=lambda task: Counts(), name="forking")
-print(tg.run(job, nodes=0, timeout_s=30).values, [os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children])
+for how in sys.argv[1:]:
+    children = []
+    job = tg.Job(tasks=2, epochs=6, builder=lambda task: Counts(), name="forking")
+    values = tg.run(job, nodes=0, timeout_s=30).values
+    print(values, [os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children], flush=True)
+    print("== next", file=sys.stderr, flush=True)
 """
 
 
 _SAID = "a function forked this process, and the child returned from it"
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "told"),
-    [
-        ("returns", 1, _SAID),
-        ("after an await", 1, _SAID),
-        ("awaits", 1, f"task 1, 'send': {_SAID}"),
-        ("raises", 1, f"KeyError: 'in the child'\ntask 1, 'send': {_SAID}"),
-        ("in a task", 1, f"the event loop: {_SAID}"),
-        ("in a task which nobody awaits", 1, f"the event loop: {_SAID}"),
-        ("awaits in a task", 1, f"the event loop: {_SAID}"),
-        ("awaits a future in a task", 1, f"the event loop: {_SAID}"),
-        ("raises in a task", 1, f"the event loop: {_SAID}"),
-        ("exits", 7, ""),
-        ("ends by itself", 9, ""),
-        ("runs a loop", 11, ""),
-    ],
-)
-def test_forked_child_of_a_coroutine_ends(how: str, code: int, told: str) -> None:
-    script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _JOB, how]
+_CASES = [
+    ("returns", 1, _SAID),
+    ("after an await", 1, _SAID),
+    ("awaits", 1, f"task 1, 'send': {_SAID}"),
+    ("raises", 1, f"KeyError: 'in the child'\ntask 1, 'send': {_SAID}"),
+    ("in a task", 1, f"the event loop: {_SAID}"),
+    ("in a task which nobody awaits", 1, f"the event loop: {_SAID}"),
+    ("awaits in a task", 1, f"the event loop: {_SAID}"),
+    ("awaits a future in a task", 1, f"the event loop: {_SAID}"),
+    ("raises in a task", 1, f"the event loop: {_SAID}"),
+    ("exits", 7, ""),
+    ("ends by itself", 9, ""),
+    ("runs a loop", 11, ""),
+]
+"""Where a coroutine forks or what the child does then, the child's exit code, and what it prints."""
+
+
+def test_forked_child_of_a_coroutine_ends() -> None:
+    script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _JOB, *(how for how, _, _ in _CASES)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"{{0: 6, 1: 6}} [{code}]\n", done.stderr
-    assert told in done.stderr and bool(told) == bool(done.stderr), done.stderr
+    assert done.stdout.splitlines() == [f"{{0: 6, 1: 6}} [{code}]" for _, code, _ in _CASES], done.stderr
+    for (how, _, told), said in zip(_CASES, done.stderr.split("== next\n")[:-1], strict=True):
+        assert told in said and bool(told) == bool(said), (how, said)
 
 
 _SIGNALLED = """
