@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import DRIVER, Cli, Command, Done, printed, shell, sums
-from processes_kit import gone
+from processes_kit import LIMIT_S, gone
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
@@ -37,7 +37,10 @@ async def interrupted_twice(launch: Command) -> Done:
 @pytest.mark.smoke
 async def test_status_shows_roles(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
-    text = (await cli("status")).out  # the only job: it needs no name
+    text = ""
+    async with asyncio.timeout(LIMIT_S):
+        while "  running 0:" not in text:  # nodes write the event that the job began in the background
+            text = (await cli("status")).out  # the only job: it needs no name
     assert text.startswith("sums  running 0:") and " epoch 2/5 " in text
     assert "NODE" in text and "n1" in text and "n2" in text and "leader" in text
     assert "task 0 'record' " in text.split("waits for  ")[1], text
