@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -65,11 +64,10 @@ async def test_with_client_certificates(cli: Cli, tmp_path: Path) -> None:
     async with etcd_with_tls(tmp_path, certificates) as endpoint:
         files = ("--etcd-ca", "ca.pem", "--etcd-cert", "client.pem", "--etcd-key", "client.key")
         await everything(cli, "tls", "--etcd", f"https://{endpoint}", *files)
-        apart = functools.partial(cli, python=("-m", "taskgraph"))  # processes of their own
         refused, plain, unknown = await asyncio.gather(  # each tries for seconds
-            apart("status", "tls", "--etcd", f"https://{endpoint}", "--etcd-ca", "ca.pem"),
-            apart("status", "tls", "--etcd", endpoint),
-            apart("status", "tls", "--etcd", f"https://{endpoint}"),
+            cli("status", "tls", "--etcd", f"https://{endpoint}", "--etcd-ca", "ca.pem"),
+            cli("status", "tls", "--etcd", endpoint),
+            cli("status", "tls", "--etcd", f"https://{endpoint}"),
         )
         assert refused.code == 3 and "wants to see a client certificate" in refused.err, refused.err
         assert plain.code == 3 and "https://" in plain.err and "--etcd-ca" in plain.err, plain.err

@@ -123,7 +123,9 @@ async def test_a_node_that_is_killed_and_one_that_joins_are_named(cli: Cli) -> N
     run = await cli.start("run", str(STEADY), "--nodes", "3", "-o", "epochs=100000", "-o", "pace_s=0.1")
     await run.until("the job began")
     tracing = await cli.start("trace", "--epochs", "90000", "--every", "1", "-o", "t.json")
-    await tracing.until("tracing epochs")
+    begins = re.search(r"tracing epochs (\d+) ", await tracing.until("tracing epochs"))
+    assert begins is not None
+    await reached(run, int(begins[1]))  # what happens before is not in the trace
     assert (await cli("kill", "--node", "n2")).code == 0
     await run.until(" moved to ")
     launched = await cli.start("launch", "steady", "--nodes", "1")
