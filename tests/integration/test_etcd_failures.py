@@ -105,11 +105,11 @@ async def test_an_etcd_whose_space_is_used_up_is_told_with_the_way_out() -> None
                 await submit(node, spec)
 
 
-def unread(endpoint: str) -> bool:
-    """Whether bytes have come to a connection of this server that it has not read."""
+def has_unread(endpoint: str, count: int) -> bool:
+    """Whether as many bytes have come to a connection of this server, and it has not read them."""
     here = f":{int(endpoint.rpartition(':')[2]):04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return any(row[1].endswith(here) and row[3] == "01" and not row[4].endswith(":00000000") for row in rows)
+    return any(row[1].endswith(here) and row[3] == "01" and int(row[4].partition(":")[2], 16) >= count for row in rows)
 
 
 async def test_a_write_cut_off_in_the_middle_is_unknown_and_one_that_cannot_leave_is_unavailable(
@@ -120,9 +120,9 @@ async def test_a_write_cut_off_in_the_middle_is_unknown_and_one_that_cannot_leav
     async with await EtcdCoordinator.connect(etcd.endpoint, timeout_s=2) as node:
         await node.txn(put("/a"))
         with stopped(etcd.pid):
-            writing = asyncio.create_task(node.txn(put("/b")))
-            # sent into the socket of a process that does not read it
-            await becomes(lambda: unread(etcd.endpoint))
+            writing = asyncio.create_task(node.txn(put("/b", bytes(20_000))))
+            # Sent into the socket of a process that does not read it. The connection's own frames are some bytes.
+            await becomes(lambda: has_unread(etcd.endpoint, 10_000))
             await kill(etcd.pid)
         with pytest.raises(OutcomeUnknown, match="transaction on /b"):
             await writing
