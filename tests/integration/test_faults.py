@@ -136,8 +136,10 @@ def deaths(said: str, place: str) -> int:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
+        ("11", "exited with code 11"),
         ("0", "exited with code 0"),
         ("segfault", "was killed by SIGSEGV"),
+        ("abort", "was killed by SIGABRT"),
         ("killed", "was killed by SIGKILL"),
     ],
 )
@@ -152,8 +154,9 @@ async def test_code_that_always_exits_fails_the_job(cli: Cli, how: str, told: st
     assert len(set(died)) == len(died) == count
     assert "'crash' of task 1 ran each time: " in failed and "Settings(fatal_deaths=...)" in failed
     assert ("dmesg" in failed) == (how == "killed")
-    if how == "segfault":
-        line = next(n for n, text in enumerate(FATAL_LINES, 1) if "ctypes.string_at(0)" in text)
+    if how in ("segfault", "abort"):
+        call = {"segfault": "ctypes.string_at(0)", "abort": "os.abort()"}[how]
+        line = next(n for n, text in enumerate(FATAL_LINES, 1) if call in text)
         assert f"while it ran 'crash' of task 1 at {FATAL}, line {line}" in failed
     record = await status(cli, "fatal")
     assert (record["state"], record["reason"]) == ("failed", failed.partition("job failed: ")[2])
@@ -251,9 +254,10 @@ async def test_kills_on_purpose_are_not_blamed_on_what_ran(cli: Cli) -> None:
     await cli.nothing_left()
 
 
-async def test_a_child_that_a_coroutine_forks_leaves_its_parents_node_alone(cli: Cli) -> None:
+@pytest.mark.parametrize("in_task", [False, True])
+async def test_a_child_that_a_coroutine_forks_leaves_its_parents_node_alone(cli: Cli, in_task: bool) -> None:
     driver = str(DRIVER.with_name("forking.py"))
-    done = await cli("run", driver, "--nodes", "2", "--logs", "--json", "--timeout", "100")
+    done = await cli("run", driver, "--nodes", "3", "-o", f"in_task={in_task}", "--logs", "--json", "--timeout", "100")
     assert done.code == 0, done.err
     result = json.loads(done.out.splitlines()[-1])
     assert result["values"]["0"] == sum(number * (1 + 2 + 3) for number in range(40))

@@ -304,16 +304,7 @@ PLAIN = [
     a_crowd,
     slowloris,
 ]
-INSIDE_TLS = [
-    wrong_token,
-    replayed_hello,
-    truncated_frame,
-    a_crowd,
-    slowloris,
-    without_tls,
-    without_a_certificate,
-    silent_before_tls,
-]
+INSIDE_TLS = [*PLAIN, without_tls, without_a_certificate, silent_before_tls]
 
 
 async def at_rest(door: Door) -> int:

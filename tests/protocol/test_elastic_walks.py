@@ -38,21 +38,21 @@ def test_invariants_hold_if_sums_are_large() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(400, 2400, 500))
+@pytest.mark.parametrize("first", range(400, 3400, 500))
 def test_invariants_hold_in_more_walks_with_large_sums(first: int) -> None:
     for seed in range(first, first + 500):
         walk(seed, large=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(200, 1200, 500))
+@pytest.mark.parametrize("first", range(200, 1700, 500))
 def test_invariants_hold_in_more_walks_together(first: int) -> None:
     for seed in range(first, first + 500):
         walk(seed, together=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(200, 2200, 500))
+@pytest.mark.parametrize("first", range(200, 3200, 500))
 def test_invariants_hold_in_more_walks(first: int) -> None:
     for seed in range(first, first + 500):
         walk(seed)

@@ -16,10 +16,10 @@ from taskgraph.testing.simulate.elastic.workload import Workload
 
 QUICK = 40
 """Seeds of every test run."""
-LATER = 40
+LATER = 60
 """Seeds of `make test-slow` after these: a fixed number, so that chance never fails a run of the tests."""
 
-SEEDS = 4
+SEEDS = 8
 
 REPLAY = f"""
 from taskgraph.testing.simulate.elastic import run_elastic_seed

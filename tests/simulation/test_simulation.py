@@ -28,7 +28,7 @@ from taskgraph.testing.simulate.workload import HOOKS
 QUICK = 60
 
 #: Seeds of `make test-slow` after these: a fixed number, so that chance never fails a run of the tests.
-LATER = 67
+LATER = 100
 
 RARE = (
     *(71, 74, 83, 90, 92, 98, 100, 102, 108, 121, 131, 140, 208, 242, 243),
@@ -61,7 +61,7 @@ LEAST = {
 }
 """States that few seeds reach: in how many seeds of the test each is found, or how often."""
 
-SEEDS = 4
+SEEDS = 10
 
 REPLAY = f"""
 from taskgraph.testing.simulate import run_seed
@@ -239,7 +239,7 @@ class _Standing:
 
 SURE: dict[str, tuple[int, dict[Any, tuple[str, ...]], dict[str, int], tuple[str, ...]]] = {
     "names are submitted again": (
-        20,
+        30,
         {
             seeds: (
                 "AGAIN_SHARE",
@@ -255,15 +255,15 @@ SURE: dict[str, tuple[int, dict[Any, tuple[str, ...]], dict[str, int], tuple[str
         (),
     ),
     # Whoever led anew after a rest between looks began without what tasks had reported.
-    "nodes look rarely": (40, {seeds: ("PAUSES_SHARE",)}, {"takeover": 15}, ()),
+    "nodes look rarely": (60, {seeds: ("PAUSES_SHARE",)}, {"takeover": 15}, ()),
     "clocks drift": (
-        14,
+        20,
         {pace: ("CLOCK_DRIFT_SHARE", "SLOW_LINK_SHARE")},
         {"takeover": 5},
         ("clocks that drift, a slow link",),
     ),
     "everything takes long": (
-        20,
+        30,
         {
             pace: (
                 "LOST_WRITES_SHARE",
@@ -297,7 +297,8 @@ def test_seeds_find_nothing_and_replay(where: str, monkeypatch: pytest.MonkeyPat
         reached.update({what for what, n in (outcome.transcript.states | outcome.transcript.faults).items() if n})
         assert all(text in outcome.described for text in described)
     assert reached >= Counter(least), reached
-    assert run_seed(0).transcript.digest() == outcomes[0].transcript.digest()
+    for outcome in outcomes[:3]:
+        assert run_seed(outcome.seed).transcript.digest() == outcome.transcript.digest()
 
 
 @pytest.mark.parametrize("seed", [532486, 533087, 540046, 3023, 447, 558913])
@@ -325,7 +326,7 @@ def test_job_fails_when_holders_are_absent_too_long(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(seeds, "draw", draw)
     monkeypatch.setattr(seeds, "CHECKPOINTS_SHARE", 0.0)
-    outcomes = [run_seed(seed) for seed in range(12, 20)]
+    outcomes = [run_seed(seed) for seed in range(2, 24)]
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
     assert any(outcome.ended == "lost" for outcome in outcomes)
 
@@ -346,7 +347,7 @@ def test_seeds_that_found_something_once(seed: int) -> None:
 @pytest.mark.slow
 def test_user_errors_fail_the_job_or_change_nothing() -> None:
     """Where it raises while something else fails: an error that does not count is followed by the right results."""
-    outcomes = [run_seed(seed, mistakes=True) for seed in (768, *range(54))]
+    outcomes = [run_seed(seed, mistakes=True) for seed in (768, *range(80))]
     assert not [outcome.problem for outcome in outcomes if outcome.problem]
     ends = Counter(outcome.ended for outcome in outcomes)
     assert ends["mistaken"] >= 16 and ends["finished"] >= 24, ends

@@ -57,6 +57,8 @@ class Fatal(tg.Task, state=["steps"]):
         time.sleep(self.linger_s)
         if self.how == "segfault":
             ctypes.string_at(0)
+        elif self.how == "abort":
+            os.abort()
         elif self.how == "memory":  # all that it may have; a GiB is enough where a test allows less
             Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel kills no other process
             taken = [b"x" * (1 << 20) for _ in range(1 << 10)]

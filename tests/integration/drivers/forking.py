@@ -9,7 +9,10 @@ import taskgraph as tg
 
 
 class Forking(tg.Task, state=["total"]):
-    """Task 1 forks in epoch 5."""
+    """Task 1 forks in epoch 5: in what it computes, or `in_task`, in a task of asyncio's of its own."""
+
+    def __init__(self, in_task: bool) -> None:
+        self.in_task = in_task
 
     def setup(self) -> None:
         self.total = 0
@@ -26,7 +29,7 @@ class Forking(tg.Task, state=["total"]):
 
     async def answer(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         if epoch.number == 5 and self.task_id == 1:
-            await self.fork()
+            await (asyncio.create_task(self.fork()) if self.in_task else self.fork())
         outs.put("number", ins["number"] * self.task_id)
 
     async def fork(self) -> None:
@@ -43,11 +46,11 @@ class Forking(tg.Task, state=["total"]):
 
 
 @tg.job
-def forking() -> tg.Job:
+def forking(in_task: bool = False) -> tg.Job:
     return tg.Job(
         tasks=4,
         epochs=40,
-        builder=lambda _: Forking(),
+        builder=lambda task: Forking(in_task),
         topology=tg.tree(fanout=3),
         settings=tg.Settings(epochs_ahead=0),
     )

@@ -200,7 +200,7 @@ def endless(run: str, where: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["send", "snapshot"])  # the other two: next test
+@pytest.mark.parametrize("where", ["setup", "send", "handler h", "snapshot"])
 def test_endless_code_does_not_keep_the_process(where: str) -> None:
     for timeout_s in (1, 4, 16):  # how long it takes to get there depends on the machine
         with endless(f"tg.run(job, nodes=0, timeout_s={timeout_s})", where) as process:

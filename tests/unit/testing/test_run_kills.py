@@ -88,7 +88,7 @@ def test_kills_after_one_write_are_one(order: int) -> None:
     assert killed.failovers >= 1
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_any_kills_at_all(undisturbed: JobResult, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Up to four kills anywhere, with few nodes: everything comes about again and again."""
     dice = random.Random(seed)
