@@ -91,9 +91,16 @@ class Suspicion:
         self._changed()
 
     def note_connection_lost(self, node: str) -> None:
-        """Notes that a connection to a node broke, and probes whether the node still listens."""
+        """Notes that a connection to a node broke, and probes whether the node still listens.
+
+        A draining node may have left in good order, with its goodbye unread: a write failed first.
+        """
         self.detector.connection_lost(node)
-        self._probe_unless_refused(node)
+        known = self._node.keeper.view.nodes.get(node)
+        if known is not None and known.record.draining:
+            self.note_call_refused(node)
+        else:
+            self._probe_unless_refused(node)
 
     def note_call_refused(self, node: str) -> None:
         """Notes that a node's port refused a call, and soon probes the node, unless its end is known by then."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 from cluster_kit import Counting, Gated, blindable, gated, holder, job, play, told
 
 import taskgraph as tg
+from taskgraph.coordination.api import WatchBatch
+from taskgraph.coordination.memory import MemoryCoordinator
+from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node
 from taskgraph.observe.format import ids_text
+from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 
 __all__ = ["blindable", "gated"]
 
@@ -48,6 +53,34 @@ def test_drained_node_does_not_register() -> None:
         assert seen == {first.id}
 
     play(paced(), scenario, nodes=1)
+
+
+class Late(MemoryCoordinator):
+    """A node's handle on etcd: events come 50 ms late."""
+
+    async def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+        async for batch in super().watch(prefix, start_revision):
+            await asyncio.sleep(0.05)
+            yield batch
+
+
+def test_drained_node_is_not_said_to_have_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port closes before the others read that it left, and before they read its goodbye."""
+    monkeypatch.setattr(inprocess, "MemoryCoordinator", Late)
+
+    def leave_without_goodbye(network: MemoryNetwork, transport: MemoryTransport) -> None:
+        network.crash(transport.node)
+
+    monkeypatch.setattr(MemoryNetwork, "_leave", leave_without_goodbye)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first = cluster.nodes[0]
+        await works(first)
+        await leave(cluster, first)
+        await asyncio.sleep(1)
+        assert not told(cluster, "lost") and not told(cluster, "gone")
+
+    play(paced(), scenario, nodes=3)
 
 
 def few() -> tg.Job:
