@@ -217,7 +217,7 @@ class _Map:
                 over = running.wait(_POLL_S)  # looked at before the files: these have all then
                 for number, result in self._read(journal):
                     if not isinstance(result, Failed):
-                        shown.count_done(number)
+                        shown.count_done()
                     yield number, result
                 shown.tick(self._errors.values())
                 if not self._missing.any():

@@ -75,7 +75,7 @@ class MapProgress:
         """Uses this view for the number of workers."""
         self._workers = 0 if view.workers is None else len(view.workers.record.workers)
 
-    def count_done(self, number: int) -> None:
+    def count_done(self) -> None:
         """Counts one more piece as done."""
         self._done += 1
 

@@ -273,8 +273,8 @@ def test_the_rate_leaves_out_the_start_of_nodes() -> None:
     shown = MapProgress("squares", 100, 0, True, out=out, clock=lambda: now[0])
     for second in range(30):
         now[0] = float(second)
-        for number in range(10 * (second > 20)):
-            shown.count_done(number)
+        for _ in range(10 * (second > 20)):
+            shown.count_done()
         shown.tick([])
     assert out.getvalue().splitlines()[-1].startswith("squares  50/100  50%  10 pieces/s  0:05 left")
 
