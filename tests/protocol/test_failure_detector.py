@@ -88,6 +88,28 @@ def test_renewed_lease_proves_that_a_refusing_node_lives() -> None:
     assert found.port_counts("b")
 
 
+def test_task_taken_back_proves_that_a_refusing_node_lives() -> None:
+    world = World(*ALL)
+    for task in (0, 1):
+        world.first(task, "b")
+    world.commit()
+    for task in (0, 1):
+        for node in ("a", "c"):
+            assert world.admit(task, "b", node).succeeded
+    found = detector(world)
+    found.port_refused("b", 1.0)
+    port = found.refusing_port("b")
+    assert port is not None and found.refusing_port("c") is None
+    for task in (0, 1):
+        world.take_over(task, "a")
+        port.taken[task] = world.view().primaries[task].mod_revision
+    assert found.takers_back(world.view()) == {}, "the tasks are still taken"
+    world.take_over(1, "c")
+    assert found.takers_back(world.view()) == {}, "another node took it"
+    world.take_over(0, "b")
+    assert found.takers_back(world.view()) == {"b": 0}
+
+
 def test_expired_lease_counts_while_its_key_is_there() -> None:
     world = World(*ALL)
     found = detector(world)
