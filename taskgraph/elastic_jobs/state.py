@@ -1,8 +1,8 @@
 """What later steps of an elastic job rest on: captured on one worker, loaded in place on another.
 
 The state is a tree. Its leaves are objects with `state_dict` and `load_state_dict`, arrays, and values that travel; in
-between are dicts, lists, tuples and instances of dataclasses. Objects and arrays are loaded in place, so that other
-names for them stay right; all else is replaced.
+between are dicts, lists, tuples and instances of dataclasses. Objects, arrays, dicts and lists are loaded in place, so
+that other names for them stay right; all else is replaced.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -232,7 +233,7 @@ def load(state: Any, loaded: Mapping[str, Any]) -> None:
         if isinstance(state, State):
             object.__getattribute__(state, "_objects")[name] = new
         elif new is not old:
-            setattr(state, name, new)
+            object.__setattr__(state, name, new)  # it may be frozen
 
 
 def _items(value: Any) -> dict[Any, Any]:
@@ -285,14 +286,17 @@ def _loaded(name: str, known: Any, new: Any) -> Any:
         return known
     if _is_dataclass(known):
         for field, old in _items(known).items():
-            setattr(known, field, _loaded(f"{name}.{field}", old, new[field]))
+            object.__setattr__(known, field, _loaded(f"{name}.{field}", old, new[field]))
         return known
-    if isinstance(known, dict) and isinstance(new, dict) and known.keys() == new.keys():
-        for key in known:
-            known[key] = _loaded(f"{name}.{key}", known[key], new[key])
+    if isinstance(known, dict) and isinstance(new, dict):
+        there = dict(known)
+        known.clear()
+        for key, item in new.items():
+            known[key] = _loaded(f"{name}.{key}", there.get(key), item)
         return known
-    if type(known) in (list, tuple) and type(new) is type(known) and len(known) == len(new):
-        items = [_loaded(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(known, new, strict=True))]
+    if type(known) in (list, tuple) and type(new) is type(known):
+        pairs = itertools.zip_longest(known[: len(new)], new)
+        items = [_loaded(f"{name}[{index}]", *pair) for index, pair in enumerate(pairs)]
         if type(known) is tuple:
             return tuple(items)
         known[:] = items

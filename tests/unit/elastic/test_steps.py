@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import random
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elastic_cluster import SCENARIOS, Body, run_body
+from elastic_cluster import SCENARIOS, Body, job_of, run_body
 
+import taskgraph as tg
 from taskgraph.errors import JobError, JobFailed, StateError, StepError
 from taskgraph.graph.sum_layouts import difference
 from taskgraph.graph.sums import Sums, decode_sums, encode_sums
@@ -106,6 +108,27 @@ async def test_a_dataclass_as_state() -> None:
 
     alone, *others = [await run_body(body, scenario) for scenario in SCENARIOS]
     assert all(np.array_equal(a, b) for other in others for a, b in zip(alone, other, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rate: float = 0.5
+
+
+def counted(run: Any) -> Any:
+    counts, history = collections.Counter[str](), list[int]()
+    s = run.state(counts=counts, history=history, config=Config())
+    for step in small(run):
+        for part in step:
+            part.add(n=part.size)
+        counts[f"step {step.number}"] += step["n"]  # aliases: dicts and lists are loaded in place
+        history.append(step["n"])
+        assert s.counts is counts and s.history is history and s.config == Config()
+    return history
+
+
+def test_lists_dicts_and_frozen_dataclasses_travel_to_newcomers() -> None:
+    assert tg.testing.run(job_of(counted)).value == [6, 6, 6, 6]
 
 
 async def test_data_by_row() -> None:
