@@ -51,7 +51,6 @@ class Run:
         self.progress = RunProgress(node, GeneratorTurn())
         self.named: Any = None
         self.tables = Tables()
-        self.log = logging.getLogger("taskgraph.user")
         self.gifts: Gifts | None = self.tables
         self._shards: Shards[Any] | None = None
         self._steps: Steps | None = None
@@ -61,6 +60,11 @@ class Run:
     def worker(self) -> str:
         """The name of this worker, never used again."""
         return self.progress.node.name
+
+    @property
+    def log(self) -> logging.Logger:
+        """A logger: INFO and above are among what user code prints, as a task's are."""
+        return logging.getLogger(f"taskgraph.task.{self.worker}")
 
     @property
     def set_aside(self) -> list[Failed]:

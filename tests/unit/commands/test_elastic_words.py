@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from signal import SIGKILL, SIGTERM
 
 import pytest
 from commands_kit import in_memory, options
 
 import taskgraph as tg
-from taskgraph.cli import parser
+from taskgraph.cli import main, parser
 from taskgraph.commands.acting import _find_target, drain_text, kill_risk
 from taskgraph.commands.looking import _status
 from taskgraph.driver.spec import JobSpec
@@ -35,6 +36,11 @@ from taskgraph.protocol.view import JobView
 @tg.elastic(name="fit")
 def fit(run: tg.Run) -> None:
     """Does nothing: the commands look at what etcd has."""
+
+
+@tg.elastic
+def says(run: tg.Run) -> None:
+    run.log.info("said")
 
 
 SPEC = JobSpec.local(fit())
@@ -164,3 +170,11 @@ def test_hint_names_sums() -> None:
 
 def test_job_that_computes_says_in_which_step() -> None:
     assert waits_text([at_step("a", 3), at_step("b", 4)], elastic=True) == "it was still computing, in step 4"
+
+
+def test_log_of_a_worker_is_output_of_user_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert main(["run", "--nodes", "0", "--logs"], says) == 0
+    assert "taskgraph.task.n1 INFO said" in capsys.readouterr().err.splitlines()
