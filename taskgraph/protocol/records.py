@@ -153,7 +153,7 @@ class NodeRecord(Record, frozen=True, kw_only=True):
         device_ids: the ids of these devices, as in `CUDA_VISIBLE_DEVICES`.
         draining: the node gets no more tasks, hands its tasks over, and then leaves.
         token_mark: a public fingerprint of the token; "" if all nodes are in one process.
-        arithmetic: versions that decide the last bits of results: Python, numpy, the processor.
+        arithmetic: what decides the last bits of results: Python, numpy, PyTorch, the processor, ...
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Describes what a node's results depend on besides the input, to find nodes of one job that may compute differently.
 
 A takeover changes no result because the new primary computes the same from the same input. A node with another
-Python, numpy or processor may not: `sum` of floats is another algorithm since Python 3.12, numpy and its BLAS choose
+Python, numpy, PyTorch or processor may not: `sum` of floats is another algorithm since Python 3.12, numpy and its BLAS choose
 their loops by the processor and the number of threads, and `python -O` drops each `assert`. The environment counts
 too: a seed of `hash()`, a time zone, an encoding. The locale does not: Python ignores it until code calls
 `locale.setlocale`.
@@ -35,18 +35,20 @@ _EFFECTS = (
     'hash("text") differs, and with it the order of a set and the task that a key is dealt to by its hash',
     "they have different local times",
     "they read and write text files differently",
+    _LAST_BITS,
 )
 """The consequences of a difference, in the order of `arithmetic`."""
 
 
 def describe_arithmetic() -> tuple[str, ...]:
     """Returns descriptions, for people, of Python, numpy, processor, threads, hash seed, time zone and encoding of this
-    process.
+    process, and of PyTorch, if the driver imports it.
     """
     features = np.show_config(mode="dicts")["SIMD Extensions"]
     found = [*features.get("baseline", ()), *features.get("found", ())]
     processor = f"{platform.machine()} ({' '.join(found)})" if found else platform.machine()
     optimized = f" -{'O' * sys.flags.optimize}" if sys.flags.optimize else ""
+    torch = getattr(sys.modules.get("torch"), "__version__", "none")
     seed = f"random ({hash('taskgraph') & 0xFFFF:04x})" if sys.flags.hash_randomization else "0"
     return (
         f"Python {sys.version_info[0]}.{sys.version_info[1]}{optimized}",
@@ -56,6 +58,7 @@ def describe_arithmetic() -> tuple[str, ...]:
         f"hash seed {seed}",
         f"time zone {time.tzname[0]} (UTC{-time.timezone / 3600:+g})",
         f"encoding {codecs.lookup(locale.getpreferredencoding(False)).name}",
+        f"PyTorch {torch}",
     )
 
 

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -29,12 +30,23 @@ def record(name: str, *computes: str) -> NodeRecord:
 
 
 def test_arithmetic_names_what_decides_results() -> None:
-    python, numpy, processor, threads, seed, zone, encoding = describe_arithmetic()
+    python, numpy, processor, threads, seed, zone, encoding, pytorch = describe_arithmetic()
     assert python == f"Python {sys.version_info.major}.{sys.version_info.minor}"
     assert numpy == f"numpy {np.__version__}"
     assert processor.startswith(platform.machine())
     assert "threads" in threads.lower() and seed.startswith("hash seed")
     assert zone.startswith("time zone") and encoding.startswith("encoding")
+    assert pytorch.startswith("PyTorch")
+
+
+def test_other_pytorch_is_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = []
+    for version in ("2.8.0", "2.9.0"):
+        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(__version__=version))
+        records.append(record(f"n{len(records)}", *describe_arithmetic()))
+    assert why_unlike(records[1], {"n0": records[0]}).startswith(
+        "n1 on h-n1 computes with PyTorch 2.9.0, n0 on h-n0 with PyTorch 2.8.0: the last bits of their results may differ"
+    )
 
 
 @pytest.mark.parametrize(
