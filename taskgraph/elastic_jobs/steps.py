@@ -102,6 +102,11 @@ class Steps:
             yield self._step
             self._step.end()
             number += 1
+        if copied is not None and self._step is None:
+            raise StepError(
+                f"the state that this run goes on from is that of step {number}, and run.steps(passes=...) ends before: "
+                f"give more passes, or begin anew with --fresh"
+            )
         trace.end_step()
         if watch is not None:
             watch.last_boundary(number, state)

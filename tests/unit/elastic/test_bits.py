@@ -134,6 +134,8 @@ def test_resumed_with_other_arguments(tmp_path: Path) -> None:
     ):
         asyncio.run(run_part(kept(more=True), 2, 0, resume=True))
     asyncio.run(run_part(kept(passes=25), 2, 0, resume=True))  # passes may change
+    with pytest.raises(tg.JobFailed, match=r"is that of step \d+, and run\.steps\(passes=\.\.\.\) ends before: give more"):
+        asyncio.run(run_part(kept(passes=1), 2, 0, resume=True))
 
 
 async def lose_all_workers(stage: str) -> bytes:
