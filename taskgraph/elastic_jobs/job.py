@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from taskgraph.elastic_jobs.libraries import library_threads, pytorch
+from taskgraph.elastic_jobs.libraries import import_pytorch_of, library_threads, pytorch
 from taskgraph.elastic_jobs.seeding import GeneratorTurn, seed_generators
 from taskgraph.errors import JobError
 from taskgraph.jobs import ElasticCall, Job, JobFunction
@@ -99,6 +99,7 @@ class ElasticFunction(JobFunction[P], Generic[P, T]):
         return super().__call__(*args, **kwargs)
 
     def _call_function(self, arguments: dict[str, Any]) -> Job:
+        import_pytorch_of(self.__wrapped__)
         pytorch()  # the launcher, too, decodes tensors of the job's value
         given = self._options_for(arguments)
         call = ElasticCall(_in_turn(self.__wrapped__), arguments, _node, given.checkpoint_every_s, given.communicator)

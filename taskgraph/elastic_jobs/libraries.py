@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import importlib.util
+import inspect
 import sys
 import threading
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 from taskgraph.system.blas import OpenBlas, openblas_here
 
-__all__ = ["library_threads", "pytorch"]
+__all__ = ["import_pytorch_of", "library_threads", "pytorch"]
 
 _lock = threading.Lock()
 _before: list[tuple[OpenBlas, int]] = []  # libraries, and their threads before the first caller of `library_threads`
@@ -23,6 +27,28 @@ def pytorch() -> ModuleType | None:
     if torch is not None:
         import taskgraph.torch  # noqa: F401  # declares how tensors travel
     return torch
+
+
+def import_pytorch_of(function: Callable[..., Any]) -> None:
+    """Imports PyTorch, if functions of a driver import it when they are called.
+
+    That would be too late: its generators and threads are set before, and the launcher has to decode tensors.
+
+    Args:
+        function: one of the driver's functions.
+    """
+    function = inspect.unwrap(function)
+    names = [function, *getattr(function, "__globals__", {}).values()]
+    codes = [f.__code__ for f in names if isinstance(f, FunctionType) and f.__module__ == function.__module__]
+    if any(map(_imports_pytorch, codes)) and importlib.util.find_spec("torch") is not None:
+        importlib.import_module("torch")
+
+
+def _imports_pytorch(code: CodeType) -> bool:
+    """True if code, or a function in it, has a statement that imports PyTorch or a module of it."""
+    imported = (each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return any(name.partition(".")[0] == "torch" for name in imported) or any(map(_imports_pytorch, inner))
 
 
 @contextlib.contextmanager

@@ -534,14 +534,19 @@ def test_pytorch_is_not_imported_by_itself() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_launcher_knows_tensors_of_the_value() -> None:
-    code = """if True:
-        import torch
+@pytest.mark.parametrize("place", ["at the top", "in a function"])
+def test_the_launcher_knows_tensors_of_the_value(place: str) -> None:
+    """An import in a function was too late for the generators, too: workers began with different models."""
+    code = f"""if True:
+        {"import torch" if place == "at the top" else ""}
         import taskgraph as tg
         from taskgraph.graph.codecs import codec_named
 
+        def net():
+            from torch import nn
+
         @tg.elastic
-        def train(run): ...
+        def train(run): net()
 
         train()
         assert codec_named("torch.Tensor")
