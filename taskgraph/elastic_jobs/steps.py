@@ -104,8 +104,8 @@ class Steps:
             number += 1
         if copied is not None and self._step is None:
             raise StepError(
-                f"the state that this run goes on from is that of step {number}, and run.steps(passes=...) ends before: "
-                f"give more passes, or begin anew with --fresh"
+                f"the run goes on from the state of step {number}, and run.steps(passes=...) ends before: give more "
+                f"passes, or begin anew with --fresh"
             )
         trace.end_step()
         if watch is not None:

@@ -1,9 +1,9 @@
 """Describes what a node's results depend on besides the input, to find nodes of one job that may compute differently.
 
 A takeover changes no result because the new primary computes the same from the same input. A node with another
-Python, numpy, PyTorch or processor may not: `sum` of floats is another algorithm since Python 3.12, numpy and its BLAS choose
-their loops by the processor and the number of threads, and `python -O` drops each `assert`. The environment counts
-too: a seed of `hash()`, a time zone, an encoding. The locale does not: Python ignores it until code calls
+Python, numpy, PyTorch or processor may not: `sum` of floats is another algorithm since Python 3.12, numpy and its BLAS
+choose their loops by the processor and the number of threads, and `python -O` drops each `assert`. The environment
+counts too: a seed of `hash()`, a time zone, an encoding. The locale does not: Python ignores it until code calls
 `locale.setlocale`.
 
 A difference is an event and nothing more, since the job may not depend on it.
