@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Differences", "digests_of_arguments", "is_checked"]
 
 _AGAIN = 20
-"""Workers that differ again within this many sums, since one of them has entered anew, differ for a lasting reason."""
+"""Workers that differ again within this many sums or steps, since one of them has entered anew, differ for a lasting
+reason. A step may have any number of sums, and a loop of another shape has no steps."""
 _FIRST, _EVERY = 10, 10
 """The first ten steps and every tenth one are checked: digests read the whole state."""
 _ASK_S = 1.0
@@ -62,7 +63,7 @@ class Differences:
         self.differs = False
         self._since: dict[str, int | None] = {}  # the numbers of the views by which the outvoted ones entered
         self._away: frozenset[str] = frozenset()  # they were outvoted, and have left the view
-        self._position = -_AGAIN - 1  # at which workers differed last, or entered anew because of it
+        self._position = self._step = -_AGAIN - 2  # at which workers differed last, or entered anew because of it
 
     def read_view(self, view: View) -> None:
         """Updates from a view which outvoted workers are excluded by now, and which of them have entered again."""
@@ -72,7 +73,12 @@ class Differences:
         self.outvoted -= left
         if self._away & workers:
             self._away -= workers
-            self._position = self._node.engine.core.position
+            self._note(self._node.engine.core.position)
+
+    def _note(self, position: int) -> None:
+        """Notes where workers differ, or enter anew."""
+        self._position = position
+        self._step = self._node.digests.step
 
     def begin_exclusion(self, position: int, outvoted: tuple[str, ...]) -> None:
         """Starts a task that excludes the outvoted workers, whose tags differ; does nothing if this is one of them."""
@@ -88,10 +94,10 @@ class Differences:
         found = [await _compare(node, mine, worker) for worker in outvoted]
         if node.engine.core.view != view:
             return  # another worker has excluded them, or workers were lost: tags are compared anew
-        if position - self._position <= _AGAIN:
+        if position - self._position <= _AGAIN or (mine is not None and mine.step - self._step <= _AGAIN):
             await node.fail_by(_lasting_error("; ".join(found)))
             return
-        self._position = position
+        self._note(position)
         self.outvoted = frozenset(outvoted)
         self._since = {worker: view.since(worker) for worker in outvoted}
         others = [worker for worker in view.workers if worker not in outvoted]

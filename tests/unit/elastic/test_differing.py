@@ -57,6 +57,24 @@ def test_state_that_was_not_named() -> None:
     assert why in str(failed.value)
 
 
+def test_state_that_was_not_named_in_steps_of_many_sums() -> None:
+    """The comparison ten steps later was more than 20 sums away: the worker entered anew each time."""
+
+    def body(run: Any) -> Any:
+        s, rate = run.state(w=0.0), 0.1
+        for step in run.steps(rows=6, batch=6, parts=6, passes=100):
+            for _ in range(3):
+                for part in step:
+                    part.add(g=1.0)
+                    pause()
+            rate *= 0.97  # a newcomer begins with 0.1
+            s.w += rate * step["g"]
+        return s.w
+
+    with pytest.raises(tg.JobFailed, match=r"the state of n3 differs before step \d+: w; it did just before, too"):
+        asyncio.run(run_body(body, (2, 16 * "." + "+")))
+
+
 def test_numbers_are_named_first() -> None:
     def spoil(run: Any) -> Any:
         s = run.state(a=np.zeros(3), deep={"more": {"rate": 0.1}}, text="x")
