@@ -18,7 +18,13 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip insta
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 
 def data() -> tuple[Any, Any]:
@@ -396,6 +402,7 @@ async def test_loaders_say_what_a_step_has() -> None:
     ("options", "text"),
     [
         ({"sampler": WeightedRandomSampler([1.0] * 10, 10)}, "not the loader's sampler: in .* shuffle=True"),
+        ({"sampler": SubsetRandomSampler([1, 3])}, r"not the loader's sampler(.|\n)*give it Subset\(dataset, rows\)"),
         ({"sampler": RandomSampler(range(10), replacement=True)}, "not the loader's sampler"),
         ({"batch_sampler": [[0, 1], [2]]}, "not the loader's batch_sampler"),
         ({"batch_size": None}, "not the loader's batch_size=None"),
