@@ -71,6 +71,8 @@ class ElasticOptions:
         every = self.checkpoint_every_s
         if isinstance(every, bool) or not isinstance(every, int | float) or not 0 < every < math.inf:
             raise JobError(f"@tg.elastic(checkpoint_every_s={every!r}): must be a number of seconds above 0")
+        if type(self.min_workers) is not int or self.min_workers < 1:
+            raise JobError(f"@tg.elastic(min_workers={self.min_workers!r}): must be a whole number, 1 or more")
         if self.communicator not in ("", *_COMMUNICATORS):
             raise JobError(f'@tg.elastic(communicator={self.communicator!r}): must be "gloo" or "nccl", or left out')
         if self.communicator and importlib.util.find_spec("torch") is None:

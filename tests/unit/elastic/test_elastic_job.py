@@ -78,6 +78,11 @@ def test_time_between_checkpoints(every: Any) -> None:
         elastic(checkpoint_every_s=every)
 
 
+def test_fewest_workers_are_named_as_they_were_given() -> None:
+    with pytest.raises(tg.JobError, match=r"@tg\.elastic\(min_workers=0\): must be a whole number, 1 or more"):
+        sets_its_own(min_workers=0)
+
+
 def test_unknown_option() -> None:
     with pytest.raises(tg.JobError, match="checkpoints"):
         elastic(checkpoints=1)

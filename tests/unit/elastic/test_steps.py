@@ -176,9 +176,10 @@ async def test_data_by_column() -> None:
         await run_body(lambda run: run.steps(frame, batch=1))
 
 
-async def test_nonfinite_totals() -> None:
+@pytest.mark.parametrize("how", ["event", "ignore"])
+async def test_nonfinite_totals(how: str) -> None:
     def body(run: Any) -> Any:
-        for step in small(run):
+        for step in small(run, nonfinite=how):
             for part in step:
                 part.add(x=np.array([1.0, np.inf if step.number in (1, 2) else 0.0]))
         return float(step["x"][0])
@@ -187,7 +188,7 @@ async def test_nonfinite_totals() -> None:
     assert await run_body(body, (1, ""), events.append) == 3
     assert [e.text for e in events if e.kind == "nonfinite"] == [
         "part.add(x=...) has nan or inf in the total of step 1"
-    ]
+    ] * (how == "event")
 
 
 ERRORS: list[tuple[str, str, Body]] = []
@@ -310,6 +311,25 @@ def reported_text(run: Any) -> None:
         for part in step:
             part.add()
         step.report(name="first")
+
+
+@fails(StepError, r"step\.loss is there after `for part in step`")
+def loss_before_the_round(run: Any) -> None:
+    for step in small(run):
+        _ = step.loss
+
+
+@fails(StepError, "step 0 was left before its total was there: .*; call what needs the total after it")
+def total_in_the_part_loop(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.add(n=1)
+            step["n"]
+
+
+@fails(TypeError, r"the run has no last step: give run\.steps\(passes=\.\.\.\)")  # type: ignore[arg-type]
+def length_of_endless_steps(run: Any) -> None:
+    len(small(run, passes=None))
 
 
 @fails(StepError, r"part\.backward takes a PyTorch tensor, not float")
