@@ -222,18 +222,24 @@ def load(state: Any, loaded: Mapping[str, Any]) -> None:
         StateError: the state has other names, or objects of other kinds or shapes, than the captured one.
     """
     known = _items(state)
-    if loaded.keys() != known.keys():
-        here, there = (", ".join(sorted(names)) or "nothing" for names in (known, loaded))
-        raise StateError(
-            f"run.state names {here} here, and {there} where it is copied from: name the same on all workers, and in a "
-            f"program that is resumed"
-        )
+    _check_names_alike("run.state", known, loaded)
     for name, old in known.items():
         new = _loaded(name, old, loaded[name])
         if isinstance(state, State):
             object.__getattribute__(state, "_objects")[name] = new
         elif new is not old:
             object.__setattr__(state, name, new)  # it may be frozen
+
+
+def _check_names_alike(what: str, known: Mapping[str, Any], loaded: Any) -> None:
+    """Raises StateError if a captured state, or an instance of a dataclass in it, has other names than the own one."""
+    names = loaded.keys() if isinstance(loaded, dict) else {}
+    if names != known.keys():
+        here, there = (", ".join(sorted(each)) or "nothing" for each in (known, names))
+        raise StateError(
+            f"{what} names {here} here, and {there} where it is copied from: name the same on all workers, and in a "
+            f"program that is resumed"
+        )
 
 
 def _items(value: Any) -> dict[Any, Any]:
@@ -285,6 +291,7 @@ def _loaded(name: str, known: Any, new: Any) -> Any:
         known[...] = new
         return known
     if _is_dataclass(known):
+        _check_names_alike(f"{name} of run.state", _items(known), new)
         for field, old in _items(known).items():
             object.__setattr__(known, field, _loaded(f"{name}.{field}", old, new[field]))
         return known

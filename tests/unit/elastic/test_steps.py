@@ -131,6 +131,18 @@ def test_lists_dicts_and_frozen_dataclasses_travel_to_newcomers() -> None:
     assert tg.testing.run(job_of(counted)).value == [6, 6, 6, 6]
 
 
+def nested(run: Any) -> None:
+    run.state(kept=Config() if run.worker == "n1" else Progress(1))
+    for step in small(run, passes=5):
+        for part in step:
+            part.add()
+
+
+def test_dataclasses_with_other_fields_are_named() -> None:
+    with pytest.raises(JobFailed, match=r"kept of run\.state names best, history, more, w here, and rate where it is"):
+        tg.testing.run(job_of(nested), nodes=2, strict=False)
+
+
 async def test_data_by_row() -> None:
     class Noisy:
         def __len__(self) -> int:
