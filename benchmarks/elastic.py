@@ -4,7 +4,7 @@
 
     steps      steps/s against DDP over Gloo that accumulates the same parts, in turns
     overhead   steps that add 8 bytes: the framework's own time
-    allreduce  one array of each of 4 workers, against Gloo
+    allreduce  one array of each of 4 workers, against Gloo; also over TCP alone
     kill       SIGKILL of one worker of 4 and of 8, until the next step is complete
     torchft    the same of torchft (also at the end of `kill`)
     freeze     SIGSTOP of one worker of 4
@@ -21,6 +21,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from elastic_faults import POINTS, goodput, inject, join
-from fit import add, fit, read_log
+from fit import APART, add, fit, read_log
 from running import RunningJob
 
 import taskgraph as tg
@@ -48,15 +49,22 @@ def spread(values: Sequence[float]) -> str:
     return f"median {statistics.median(ordered):8.2f}  p95 {p95:8.2f}  max {ordered[-1]:8.2f}  ({len(ordered)})"
 
 
-async def _run(job: Any, workers: int) -> None:
-    async with RunningJob(job, nodes=workers) as running:
+async def _run(job: Any, workers: int, listen: str) -> None:
+    async with RunningJob(job, nodes=workers, listen=listen) as running:
         await running.result()
 
 
-def step_times(job: Any, workers: int, **arguments: Any) -> tuple[list[float], float]:
-    """Returns milliseconds of each step after the warm-up, of the first worker, and a step's CPU time, of all."""
+def step_times(job: Any, workers: int, *, apart: bool = False, **arguments: Any) -> tuple[list[float], float]:
+    """Returns milliseconds of each step after the warm-up, of the first worker, and a step's CPU time, of all.
+
+    Args:
+        apart: workers reach each other over TCP alone, as on different hosts.
+    """
     with tempfile.TemporaryDirectory() as log:
-        asyncio.run(_run(job(log=log, **arguments), workers))
+        if apart:
+            os.environ[APART] = "1"
+        asyncio.run(_run(job(log=log, **arguments), workers, "127.0.0.1" if apart else ""))
+        os.environ.pop(APART, None)
         lines = read_log(Path(log))
     ends = [line.at_ns for line in min(lines.items())[1]]
     half = len(ends) // 2
@@ -119,16 +127,17 @@ def overhead(given: argparse.Namespace) -> None:
 
 def allreduce(given: argparse.Namespace) -> None:
     """A step that sums one array of each of 4 workers, against Gloo's allreduce, in turns."""
-    for kib, bar in ((64, 1.0), (1024, 2.0), (16384, 2.0)):
-        if given.only and given.only != str(kib):
+    for kib, apart, bar in ((64, False, 1.0), (1024, False, 2.0), (16384, False, 2.0), (16384, True, 0.5)):
+        over = " over TCP" if apart else ""
+        if given.only and given.only != f"{kib}{over}":
             continue
         n, count, ours, gloo = kib * 128, given.steps or (300 if kib < 16384 else 60), [], []
         for _ in range(given.rounds or (5 if given.full else 2)):
             gloo.append(of_peer("gloo_sum.py", n=n, steps=count)[_WARM:])
-            ours.append(step_times(add, 4, n=n, parts=4, steps=count)[0])
+            ours.append(step_times(add, 4, apart=apart, n=n, parts=4, steps=count)[0])
         ratios = sorted(statistics.median(b) / statistics.median(a) for a, b in zip(ours, gloo, strict=True))
         ratio = statistics.median(ratios)
-        print(f"the sum of {kib} KiB of 4 workers")
+        print(f"the sum of {kib} KiB of 4 workers{over}")
         print(f"  ours, a step     ms {spread(list(itertools.chain(*ours)))}")
         print(f"  Gloo, allreduce  ms {spread(list(itertools.chain(*gloo)))}")
         print(

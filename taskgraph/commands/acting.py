@@ -327,6 +327,8 @@ def drain_text(view: JobView, spec: JobSpec, node: str) -> str:
     others = {worker for worker, _ in view.workers.record.workers} - {node} - view.gone.keys()
     if any(other in view.nodes and not view.nodes[other].record.draining for other in others):
         return "leaves before its next part"
+    if spec.checkpoint is not None:
+        return "leaves once a checkpoint is complete, or another worker has the state"
     return f"leaves once another worker has the state: start one with `taskgraph launch {spec.name}`"
 
 

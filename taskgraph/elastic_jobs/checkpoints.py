@@ -20,6 +20,7 @@ from taskgraph.errors import CheckpointError, CoordinationError, DecodeError, Jo
 from taskgraph.graph.values import decode, encode
 from taskgraph.node.primary.checkpoint_reader import CheckpointReader
 from taskgraph.protocol.elastic import transactions
+from taskgraph.protocol.elastic.succession import all_drain
 from taskgraph.protocol.messages import Encoded, Stamp, StateCopy
 from taskgraph.protocol.records import CheckpointRecord
 
@@ -48,10 +49,14 @@ class Checkpoints:
 
     Args:
         place: where they are; None: the place of the job's URL.
+
+    Attributes:
+        writing: this worker writes one.
     """
 
     def __init__(self, node: WorkerNode, place: Place | None) -> None:
         self._node = node
+        self.writing = False
         self._reader = CheckpointReader(node, node.file_threads, place)
         self._finished = ""  # the checkpoint that has its final manifest
 
@@ -75,21 +80,37 @@ class Checkpoints:
         return StateCopy(read["step"], read["position"], read["tag"], encode(read["state"]), tuple(read["reports"]))
 
     async def run(self) -> None:
-        """Writes a checkpoint every `checkpoint_every_s`, while this is the most senior worker, until cancelled."""
-        node = self._node
+        """Writes a checkpoint every `checkpoint_every_s`, while this is the most senior worker, until cancelled.
+
+        Writes one at once when all nodes drain, which may leave then.
+        """
+        node, hurried = self._node, False
         if node.spec.checkpoint is None or node.job.elastic is None:
             return
         while True:
-            await asyncio.sleep(node.job.elastic.checkpoint_every_s)
+            hurried = await self._wait_for_turn(node.job.elastic.checkpoint_every_s, hurry=not hurried)
             if self._is_writer and node.has_begun() and not node.paused:
                 mark = node.trace.begin(of_step=False)
                 copy = await node.copied_state()
+                self.writing = True
                 try:
                     if copy is not None:
                         await self._write(copy)
                         node.trace.keep(mark, "checkpoint", f"checkpoint after step {copy.step}")
                 except (OSError, CheckpointError, CoordinationError) as error:
                     node.events.emit("checkpoint failed", f"{error}; the job goes on with the one before")
+                finally:
+                    self.writing = False
+                    if node.draining:
+                        node.keeper.notify_later()  # it may leave now
+
+    async def _wait_for_turn(self, every_s: float, *, hurry: bool) -> bool:
+        """Waits until the next checkpoint is due. With `hurry`, also returns once all nodes drain: then True."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                await self._node.keeper.wait_until(lambda v: hurry and self._is_writer and all_drain(v), structure=True)
+                return True
+        return False
 
     async def write_missing_manifests(self) -> None:
         """On the most senior worker, writes a final manifest that a dead writer left out; until cancelled."""

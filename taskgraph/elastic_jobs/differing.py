@@ -127,7 +127,14 @@ async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> 
     # Numbers first: a learning rate says more than an array that it spoilt.
     names.sort(key=lambda path: (is_array(here.get(path) or there[path]), path.count(".")))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"the state of {name} differs before step {mine.step}: {', '.join(names[:_NAMED])}{more}"
+    return f"the state of {name} differs before step {mine.step}{_spoilt(mine.step)}: {', '.join(names[:_NAMED])}{more}"
+
+
+def _spoilt(step: int) -> str:
+    """Returns a text about the totals since the last comparison, if a state differs before this step; "": none."""
+    if step <= _FIRST:
+        return ""  # before each of these steps states are compared
+    return f" (the totals of steps {step - _EVERY + 1} to {step - 1} may rest on it)"
 
 
 def _lasting_error(what: str) -> StateError:

@@ -59,8 +59,8 @@ class ElasticNode(WorkerNode):
         super().__init__(**arguments)
         self.file_threads = file_threads or self.threads
         self.trace = WorkerTrace(self.tracing)
-        self.leaving_state = self.draining_state = Leaving(self)
         self.checkpoints = Checkpoints(self, place)
+        self.leaving_state = self.draining_state = Leaving(self, lambda: self.checkpoints.writing)
         self.suspicion = Suspicion(
             self, lambda: self.views.workers, unproved=lambda: self.registration.unproved, changed=self.look_again
         )

@@ -115,6 +115,16 @@ async def test_frozen_worker_enters_again(cli: Cli, calm: Any) -> None:
     await cli.nothing_left()
 
 
+async def test_worker_that_computes_something_else_enters_again(cli: Cli, calm: Any) -> None:
+    run = await at_gate(cli, 3, "-o", "pause_s=0.02", "-o", "wrong=n2")
+    cli.open()
+    await run.until("n2 was excluded, since it differs from the other workers: it copies the state, and enters again")
+    await run.until("n2 joined after")
+    be_quick(cli)
+    assert await value_of(run) == calm
+    await cli.nothing_left()
+
+
 async def test_trace_shows_steps_and_a_death(cli: Cli) -> None:
     run = await at_gate(cli, 2)
     tracing = await cli.start("trace", "fit", "--steps", "8", "-o", "t.json")

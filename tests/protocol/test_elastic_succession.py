@@ -8,7 +8,15 @@ from protocol_kit import RUN, World, node_record
 from taskgraph.protocol.elastic import transactions
 from taskgraph.protocol.elastic.actions import Contribution
 from taskgraph.protocol.elastic.flush import FlushReport
-from taskgraph.protocol.elastic.succession import first_view, leavers, lone_view, must_go_on_alone, next_view
+from taskgraph.protocol.elastic.succession import (
+    all_drain,
+    all_may_leave,
+    first_view,
+    leavers,
+    lone_view,
+    must_go_on_alone,
+    next_view,
+)
 from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Worker
 from taskgraph.protocol.kv import Delete, Put, Txn
@@ -111,6 +119,26 @@ def test_draining_workers_leave_unless_all_do() -> None:
     assert leavers(world.view(), frozenset({"a"})) == NONE, "no other worker is left"
     world.put(world.keys.node("a"), node_record("a", draining=True).to_bytes())
     assert leavers(world.view(), NONE) == NONE
+
+
+def test_all_leave_once_a_checkpoint_is_complete() -> None:
+    world = begun("a", "b")
+
+    def drain(node: str) -> None:
+        world.put(world.keys.node(node), node_record(node, draining=True).to_bytes())
+
+    def save(sums: int) -> None:
+        world.put(world.keys.checkpoint, CheckpointRecord(epoch=sums, attempt=1, name="c").to_bytes())
+
+    drain("a")
+    save(1)
+    assert not all_drain(world.view()) and not all_may_leave(world.view())
+    drain("b")
+    assert all_drain(world.view()) and not all_may_leave(world.view()), "the checkpoint is of before"
+    save(2)
+    assert all_may_leave(world.view())
+    world.put(world.keys.node("c"), node_record("c").to_bytes())
+    assert not all_drain(world.view()) and not all_may_leave(world.view()), "a newcomer takes the state over"
 
 
 def test_draining_worker_leaves_once_all_others_hold_the_totals() -> None:

@@ -14,7 +14,16 @@ from taskgraph.protocol.elastic.views import Entry, View
 from taskgraph.protocol.elastic.worker import Phase, Worker
 from taskgraph.protocol.view import JobView
 
-__all__ = ["count_returns", "first_view", "leavers", "lone_view", "must_go_on_alone", "next_view"]
+__all__ = [
+    "all_drain",
+    "all_may_leave",
+    "count_returns",
+    "first_view",
+    "leavers",
+    "lone_view",
+    "must_go_on_alone",
+    "next_view",
+]
 
 Workers = frozenset[str]
 
@@ -62,9 +71,30 @@ def next_view(
 
 def leavers(job: JobView, lost: Workers) -> Workers:
     """Returns the nodes that drain; none of them if the view would have no worker left, without the lost ones."""
-    draining = frozenset(node for node, known in job.nodes.items() if known.record.draining)
-    inside = set() if job.workers is None else set(View.of(job.workers.record).workers)
+    draining, inside = _draining(job), _inside(job)
     return draining if inside - draining - lost else frozenset()
+
+
+def all_drain(job: JobView) -> bool:
+    """Returns True if all nodes drain, the workers of the view among them: none can take their state over."""
+    inside = _inside(job)
+    return bool(inside) and inside <= job.nodes.keys() == _draining(job)
+
+
+def all_may_leave(job: JobView) -> bool:
+    """Returns True if all nodes drain, and a checkpoint was completed since: those that come later begin with it."""
+    if job.checkpoint is None or not all_drain(job):
+        return False
+    return all(job.nodes[worker].mod_revision < job.checkpoint.mod_revision for worker in _inside(job))
+
+
+def _draining(job: JobView) -> Workers:
+    return frozenset(node for node, known in job.nodes.items() if known.record.draining)
+
+
+def _inside(job: JobView) -> Workers:
+    """Returns the workers of the view."""
+    return frozenset(() if job.workers is None else View.of(job.workers.record).workers)
 
 
 def must_go_on_alone(

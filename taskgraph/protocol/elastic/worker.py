@@ -10,8 +10,8 @@
     lacking    totals of its view
     working    contributions of its view
 
-Messages name their view. Those of an older view change nothing; the caller answers them with the newer view. The caller
-keeps those of a newer view until this worker has read it.
+Messages name their view. Those of an older view change nothing. A report of a newer view is read as that view: so its
+workers get it also while etcd is away. The caller keeps other messages of a newer view until this worker has read it.
 
 The parts of the position at work are in `round`, the contributions to it, and whether it is complete, in `exchange`,
 and which totals all workers hold in `stability`. The caller calls a method for each event, and then carries out what

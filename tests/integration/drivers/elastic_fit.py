@@ -9,8 +9,11 @@ from taskgraph.elastic_jobs.job import elastic
 
 
 @elastic
-def fit(run, passes: int = 40, pause_s: float = 0.004, gate: str = "", hurry: str = ""):
-    """Until the file `hurry` is there, each part takes `pause_s`, and each step of the second half a second."""
+def fit(run, passes: int = 40, pause_s: float = 0.004, gate: str = "", hurry: str = "", wrong: str = ""):
+    """Until the file `hurry` is there, each part takes `pause_s`, and each step of the second half a second.
+
+    The worker `wrong` makes another step 6 than the others.
+    """
     x = np.random.default_rng(0).normal(size=(120, 5)).astype(np.float32)
     y = x @ np.arange(5, dtype=np.float32)
     s = run.state(w=np.zeros(5, np.float32))
@@ -27,6 +30,6 @@ def fit(run, passes: int = 40, pause_s: float = 0.004, gate: str = "", hurry: st
         until = time.monotonic() + 1.0
         while hurry and step.number > 1.5 * passes and not Path(hurry).exists() and time.monotonic() < until:
             time.sleep(0.005)
-        s.w -= np.float32(0.001) * step["gradient"]
+        s.w -= np.float32(0.002 if step.number == 6 and run.worker == wrong else 0.001) * step["gradient"]
         step.report(loss=step["loss"])
     return s.w

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from signal import SIGKILL, SIGTERM
 
@@ -159,6 +160,10 @@ def test_target_of_kill_and_drain() -> None:
         said(before, "--task", "0")
     assert drain_text(entered, SPEC, "a-7f") == "leaves before its next part"
     assert drain_text(view("a", nodes="ac"), SPEC, "a-7f").startswith("leaves once another worker has the state: start")
+    kept = dataclasses.replace(SPEC, checkpoint="file:///kept")
+    assert drain_text(view("a", nodes="ac"), kept, "a-7f") == (
+        "leaves once a checkpoint is complete, or another worker has the state"
+    )
     assert drain_text(before, SPEC, "a-7f") == drain_text(entered, SPEC, "c-7f") == "leaves: it is no worker yet"
 
 

@@ -117,6 +117,30 @@ def test_resumed_on_another_number_of_workers(tmp_path: Path, undisturbed: bytes
     assert asyncio.run(run_part(job, 2, 0, resume=True)) == (0, undisturbed)
 
 
+async def drain_all(job: Any) -> None:
+    """Runs a job on two workers, asks both to leave, and waits until they have left."""
+    cluster = InProcessCluster(job, endless_leases=True)
+    try:
+        await cluster.start(2)
+        for node in cluster.living:
+            await node.keeper.wait_until(lambda view: view.workers is not None)
+        for node in cluster.living:
+            node.drain("a test")
+        async with asyncio.timeout(20):
+            while cluster.living:  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.01)
+    finally:
+        await cluster.stop()
+
+
+def test_all_workers_leave_with_a_checkpoint(tmp_path: Path, undisturbed: bytes) -> None:
+    """It is not due, and no other worker could take the state over."""
+    job = dataclasses.replace(fit(pause_s=0.005), checkpoint=tmp_path.as_uri())
+    asyncio.run(drain_all(job))
+    assert list(tmp_path.rglob("manifest.json"))
+    assert asyncio.run(run_part(job, 3, 0, resume=True)) == (0, undisturbed)
+
+
 def test_resumed_with_other_arguments(tmp_path: Path) -> None:
     def kept(**arguments: Any) -> Any:
         made = fit(pause_s=0.005, **arguments)

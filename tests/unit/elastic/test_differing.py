@@ -13,7 +13,7 @@ import taskgraph as tg
 from taskgraph.observe.events import Event
 
 
-def fit(run: Any, spoil: bool = False, forget: bool = False) -> Any:
+def fit(run: Any, spoil: int = -1, forget: bool = False) -> Any:
     x = np.random.default_rng(0).normal(size=(40, 3))
     s = run.state(w=np.zeros(3), scale=1.0)
     rate = 0.1
@@ -24,25 +24,24 @@ def fit(run: Any, spoil: bool = False, forget: bool = False) -> Any:
         if forget:
             rate *= 0.97  # a newcomer begins with 0.1
         s.w = s.w + rate * s.scale * step["g"] / step.size
-        if spoil and step.number == 5 and run.worker == "n2":
+        if step.number == spoil and run.worker == "n2":
             s.w[1] += 1e-3
     return s.w.tolist()
-
-
-def spoilt_once(run: Any) -> Any:
-    return fit(run, spoil=True)
 
 
 def with_unnamed_state(run: Any) -> Any:
     return fit(run, forget=True)
 
 
-def test_worker_with_a_wrong_state_enters_anew() -> None:
+@pytest.mark.parametrize(
+    ("spoil", "found"), [(5, "6"), (13, "20 (the totals of steps 11 to 19 may rest on it)")], ids=["first", "later"]
+)
+def test_worker_with_a_wrong_state_enters_anew(spoil: int, found: str) -> None:
     events: list[Event] = []
-    value = asyncio.run(run_body(spoilt_once, (3, ""), events.append))
-    assert value == asyncio.run(run_body(fit))
+    value = asyncio.run(run_body(lambda run: fit(run, spoil), (3, ""), events.append))
+    assert (value == asyncio.run(run_body(fit))) == (spoil == 5)
     assert [event.text for event in events if event.kind == "differs"] == [
-        "the state of n2 differs before step 6: w: it enters anew, with a copied state"
+        f"the state of n2 differs before step {found}: w: it enters anew, with a copied state"
     ]
     assert [event.text for event in events if event.kind == "excluded"] == [
         "n2 was excluded, since it differs from the other workers: it copies the state, and enters again"
