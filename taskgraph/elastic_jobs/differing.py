@@ -95,19 +95,21 @@ class Differences:
         if node.engine.core.view != view:
             return  # another worker has excluded them, or workers were lost: tags are compared anew
         if position - self._position <= _AGAIN or (mine is not None and mine.step - self._step <= _AGAIN):
-            await node.fail_by(_lasting_error("; ".join(found)))
+            await node.fail_by(_lasting_error("; ".join(what for what, _ in found)))
             return
         self._note(position)
         self.outvoted = frozenset(outvoted)
         self._since = {worker: view.since(worker) for worker in outvoted}
         others = [worker for worker in view.workers if worker not in outvoted]
-        for text in found if others[:1] == [node.id] else ():  # the others found the same
-            node.events.emit("differs", f"{text}: it enters anew, with a copied state")
+        for what, spoilt in found if others[:1] == [node.id] else ():  # the others found the same
+            node.events.emit("differs", f"{what}: it enters anew, with a copied state{spoilt}")
         self._changed()
 
 
-async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> str:
-    """Asks a worker for its state's digests, and returns a text about what differs; a vague one without an answer."""
+async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> tuple[str, str]:
+    """Asks a worker for its state's digests. Returns a text about what differs, a vague one without an answer; and one
+    about the totals that may rest on that, "" for none.
+    """
     peer = node.router.peer(worker)
     name, theirs = name_of(worker), None
     if peer is not None:
@@ -117,24 +119,25 @@ async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> 
         except (Refused, TransportError, TimeoutError) as error:
             node.log.info("%s does not describe its state: %s", name, str(error) or "no answer")
     if mine is None or theirs is None or mine.step != theirs.step:
-        return f"{name} differs in its totals, its state or its calls ({_CALLS})"
+        return f"{name} differs in its totals, its state or its calls ({_CALLS})", ""
     here, there = dict(mine.digests), dict(theirs.digests)
     names = sorted(path for path in {*here, *there} if here.get(path) != there.get(path))
     if not names:
-        return f"{name} differs after step {mine.step} in its totals or its calls ({_CALLS})"
+        return f"{name} differs after step {mine.step} in its totals or its calls ({_CALLS})", ""
     if arguments := [path.removeprefix(_ARGUMENT) for path in names if path.startswith(_ARGUMENT)]:
-        return f"{name} calls run.steps(...) with other arguments than other workers ({', '.join(arguments)})"
+        return f"{name} calls run.steps(...) with other arguments than other workers ({', '.join(arguments)})", ""
     # Numbers first: a learning rate says more than an array that it spoilt.
     names.sort(key=lambda path: (is_array(here.get(path) or there[path]), path.count(".")))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"the state of {name} differs before step {mine.step}{_spoilt(mine.step)}: {', '.join(names[:_NAMED])}{more}"
+    text = f"the state of {name} differs before step {mine.step}: {', '.join(names[:_NAMED])}{more}"
+    return text, _spoilt(mine.step)
 
 
 def _spoilt(step: int) -> str:
     """Returns a text about the totals since the last comparison, if a state differs before this step; "": none."""
     if step <= _FIRST:
         return ""  # before each of these steps states are compared
-    return f" (the totals of steps {step - _EVERY + 1} to {step - 1} may rest on it)"
+    return f" (the totals of steps {step - _EVERY + 1} to {step - 1} may rest on the wrong one)"
 
 
 def _lasting_error(what: str) -> StateError:

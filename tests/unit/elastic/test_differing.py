@@ -34,14 +34,14 @@ def with_unnamed_state(run: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "found"), [(5, "6"), (13, "20 (the totals of steps 11 to 19 may rest on it)")], ids=["first", "later"]
+    ("spoil", "step", "spoilt"), [(5, 6, ""), (13, 20, " (the totals of steps 11 to 19 may rest on the wrong one)")]
 )
-def test_worker_with_a_wrong_state_enters_anew(spoil: int, found: str) -> None:
+def test_worker_with_a_wrong_state_enters_anew(spoil: int, step: int, spoilt: str) -> None:
     events: list[Event] = []
     value = asyncio.run(run_body(lambda run: fit(run, spoil), (3, ""), events.append))
     assert (value == asyncio.run(run_body(fit))) == (spoil == 5)
     assert [event.text for event in events if event.kind == "differs"] == [
-        f"the state of n2 differs before step {found}: w: it enters anew, with a copied state"
+        f"the state of n2 differs before step {step}: w: it enters anew, with a copied state{spoilt}"
     ]
     assert [event.text for event in events if event.kind == "excluded"] == [
         "n2 was excluded, since it differs from the other workers: it copies the state, and enters again"
