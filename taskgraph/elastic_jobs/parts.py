@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from taskgraph.graph.blocks import Allocate
     from taskgraph.protocol.messages import Encoded
 
-__all__ = ["CARRIED", "KINDS", "PUSHED", "Part", "RoundId", "RoundOfParts", "kept_modules"]
+__all__ = ["CARRIED", "KINDS", "PUSHED", "Part", "RoundId", "RoundOfParts", "check_alike", "kept_modules"]
 
 KINDS = {"mean": "gradients", "sum": "summed gradients"}
 """`reduce` of `part.backward` -> the name of the gradients in the sums."""
@@ -138,13 +138,9 @@ class RoundOfParts:
         if found is None:
             return
         path, here, there = found
-        if path[:1] in (("gradients",), ("buffers",)) and "nothing" in (here, there):
-            advice = 'use all parameters in all parts, or count those as 0 with run.steps(unused="zero")'
-        elif "an int" in (here, there) and "a float" in (here, there):
-            advice = "add a float in all parts: a sum begins with 0.0, not 0"
-        else:
-            advice = "add the same names with the same shapes and dtypes in all parts"
-        raise StepError(f"{where} has {here} as {title(path)}, and part {first} has {there}: {advice}")
+        raise StepError(
+            f"{where} has {here} as {title(path)}, and part {first} has {there}: {_advice(path, here, there)}"
+        )
 
     def finish(self, total: Mapping[str, Any], parts: int) -> None:
         """Puts gradients and buffers of the total where user code expects them."""
@@ -340,6 +336,23 @@ def title(path: tuple[str, ...]) -> str:
     if kind == "buffers":
         return f"the change of the buffer {names}"
     return {"add": f"part.add({names}=...)" if names else "part.add()"}.get(kind, f"the {kind} of part.backward")
+
+
+def check_alike(total: Sums) -> None:
+    """Raises StepError if parts of different workers contributed other names, shapes or dtypes."""
+    if total.is_unlike:
+        path, first, second = total.layout[1]
+        places = total.in_parts_of(first, second)
+        raise StepError(f"{title(path)} is {places}: {_advice(path, first, second)}")
+
+
+def _advice(path: tuple[str, ...], one: str, other: str) -> str:
+    """Returns what to do if two parts have different things at a path in their sums."""
+    if path[:1] in (("gradients",), ("buffers",)) and "nothing" in (one, other):
+        return 'use all parameters in all parts, or count those as 0 with run.steps(unused="zero")'
+    if "an int" in (one, other) and "a float" in (one, other):
+        return "add a float in all parts: a sum begins with 0.0, not 0"
+    return "add the same names with the same shapes and dtypes in all parts"
 
 
 def _names(names: Iterable[str]) -> str:

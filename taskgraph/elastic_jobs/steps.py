@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from taskgraph.elastic_jobs.differing import digests_of_arguments, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
-from taskgraph.elastic_jobs.parts import CARRIED, KINDS, PUSHED, Part, RoundId, RoundOfParts, title
+from taskgraph.elastic_jobs.parts import CARRIED, KINDS, PUSHED, Part, RoundId, RoundOfParts, check_alike, title
 from taskgraph.elastic_jobs.progress import SUMMED, RunProgress
 from taskgraph.elastic_jobs.state import check_parameters, large_sizes
 from taskgraph.errors import StepError
@@ -217,6 +217,7 @@ class Step:
         if watch is not None:
             watch.total(round_id, rows.parts)
         mark = trace.begin()
+        check_alike(answer)
         total = answer.tree(KINDS.values(), progress.node.allocate)
         self._check_finite(answer, total)
         current.finish(total, rows.parts)

@@ -147,7 +147,10 @@ class Sums:
         """
         if self.is_unlike:
             path, first, second = self.layout[1]
-            raise StepError(_unlike_text(path, first, second, self.workers))
+            raise StepError(
+                f"{'.'.join(path) or 'what they add'} is {self.in_parts_of(first, second)}: add the same names with "
+                f"the same shapes and dtypes, on all workers"
+            )
         at = {array.dtype: 0 for array in self.arrays}
         arrays = {array.dtype: array for array in self.arrays}
         if not views:
@@ -157,6 +160,12 @@ class Sums:
             name: make_tree(part, arrays, at, read_only if name in views else partial(copy_of, allocate))
             for name, part in zip(names, parts, strict=True)
         }
+
+    def in_parts_of(self, first: str, second: str) -> str:
+        """Says, of a sum of trees that differ, in whose parts something is `first`, and in whose `second`."""
+        both = len(self.workers) == 2
+        one, other = (f"the parts of {name}" for name in self.workers) if both else ("some parts", "others")
+        return f"{first} in {one}, and {second} in {other}"
 
     @property
     def all_finite(self) -> bool:
@@ -183,16 +192,6 @@ def _is_finite(array: NDArray[Any]) -> bool:
         return True
     with np.errstate(all="ignore"):
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
-
-
-def _unlike_text(path: tuple[str, ...], first: str, second: str, workers: Sequence[str]) -> str:
-    """Returns the text for trees that cannot be summed as they differ."""
-    where = ".".join(path[1:] if path[:1] == ("add",) else path) or "what they add"
-    one, other = (f"the parts of {name}" for name in workers) if len(workers) == 2 else ("some parts", "others")
-    return (
-        f"{where} is {first} in {one}, and {second} in {other}: add the same names with the same shapes and dtypes in "
-        f"all parts, on all workers"
-    )
 
 
 class _Elements:

@@ -158,7 +158,7 @@ def test_parts_of_another_worker_with_another_shape_or_dtype(dtype: type) -> Non
         asyncio.run(run_body(body, (3, "")))
     other = r"an array of float32 with shape (4,)" if dtype is np.float32 else "an array of float64 with shape (3,)"
     text = str(failed.value)
-    assert text.startswith("g is an array of float64 with shape (4,) in the parts of n")
+    assert text.startswith("part.add(g=...) is an array of float64 with shape (4,) in the parts of n")
     assert f", and {other} in the parts of n2: " in text
 
 

@@ -153,9 +153,9 @@ def unlike_parts(run: Any) -> Any:
     return 0
 
 
-@pytest.mark.parametrize("body", [unlike, unlike_parts])
-async def test_trees_that_differ_between_workers(body: Any) -> None:
-    with pytest.raises(tg.JobFailed, match=r"w is an array of float64 with shape \(2,\) in the parts of n1, and"):
+@pytest.mark.parametrize(("body", "name"), [(unlike, r"value\.w"), (unlike_parts, r"part\.add\(w=\.\.\.\)")])
+async def test_trees_that_differ_between_workers(body: Any, name: str) -> None:
+    with pytest.raises(tg.JobFailed, match=rf"^{name} is an array of float64 with shape \(2,\) in the parts of n1, an"):
         await run_body(body, (2, ""))
 
 

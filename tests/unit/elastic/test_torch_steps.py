@@ -429,6 +429,18 @@ def missing_gradient(step: Any, model: Any) -> None:
         part.backward(used(torch.ones(1, 2)).sum())
 
 
+async def test_gradients_that_the_parts_of_another_worker_lack() -> None:
+    def body(run: Any) -> Any:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        run.state(model=model)
+        for step in steps(run):
+            missing_gradient(step, model)
+
+    text = r'gradient of model\.1\.bias is .* in the parts of n1, and nothing .* n2: .*run\.steps\(unused="zero"\)'
+    with pytest.raises(JobFailed, match=text):
+        await run_body(body, (3, ""))
+
+
 def plain_backward(step: Any, model: Any) -> None:
     for part in step:
         model(torch.ones(1, 2)).sum().backward()
