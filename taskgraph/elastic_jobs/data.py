@@ -101,8 +101,9 @@ def loader_arguments(data: Any) -> LoaderArguments | None:
         return LoaderArguments(data.batch_size, drawn, data.drop_last)
     raise StepError(
         f"run.steps(loader): run.steps chooses the rows, and not the loader's {choice}: in place of a "
-        f"DistributedSampler give the loader shuffle=True\nfor some of the rows give it Subset(dataset, rows); for "
-        f"weights, draw rows in each part with np.random.default_rng(part.seed)"
+        f"DistributedSampler give the loader shuffle=True\nfor some of the rows give it Subset(dataset, rows), or say "
+        f"run.steps(rows=...) and read them in each part; for weights, draw rows in each part with "
+        f"np.random.default_rng(part.seed)"
     )
 
 

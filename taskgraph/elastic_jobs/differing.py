@@ -8,11 +8,11 @@ job fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from taskgraph.elastic_jobs.state import is_array
-from taskgraph.errors import Refused, StateError, TransportError
+from taskgraph.errors import Refused, StateError, StepError, TransportError
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.messages import DescribeState, StateDigests
 from taskgraph.protocol.records import name_of
@@ -20,7 +20,7 @@ from taskgraph.protocol.records import name_of
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
-__all__ = ["Differences", "digests_of_arguments", "is_checked"]
+__all__ = ["Differences", "digests_of_arguments", "error_of_copied", "is_checked"]
 
 _AGAIN = 20
 """Workers that differ again within this many sums or steps, since one of them has entered anew, differ for a lasting
@@ -32,6 +32,9 @@ _ASK_S = 1.0
 _NAMED = 3
 """The most differing names in a message."""
 _ARGUMENT = "run.steps: "
+_DECIDE = (
+    "decide by totals, run.state, run.once and run.map alone whether to break, to return, or to call the run again"
+)
 _CALLS = "a further round, run.once, run.map, break or return"
 
 
@@ -89,27 +92,39 @@ class Differences:
     async def _exclude(self, position: int, outvoted: tuple[str, ...]) -> None:
         """Asks what differs, then has the outvoted workers excluded; fails the job if workers differed just before."""
         node = self._node
-        mine, view = node.digests if node.digests.step >= 0 else None, node.engine.core.view
+        mine, view = node.digests, node.engine.core.view
         assert view is not None
         found = [await _compare(node, mine, worker) for worker in outvoted]
         if node.engine.core.view != view:
             return  # another worker has excluded them, or workers were lost: tags are compared anew
-        if position - self._position <= _AGAIN or (mine is not None and mine.step - self._step <= _AGAIN):
-            await node.fail_by(_lasting_error("; ".join(what for what, _ in found)))
+        if position - self._position <= _AGAIN or 0 <= mine.step <= self._step + _AGAIN:
+            await node.fail_by(_lasting_error(found))
             return
         self._note(position)
         self.outvoted = frozenset(outvoted)
         self._since = {worker: view.since(worker) for worker in outvoted}
         others = [worker for worker in view.workers if worker not in outvoted]
-        for what, spoilt in found if others[:1] == [node.id] else ():  # the others found the same
-            node.events.emit("differs", f"{what}: it enters anew, with a copied state{spoilt}")
+        for each in found if others[:1] == [node.id] else ():  # the others found the same
+            node.events.emit("differs", f"{each.text}: it enters anew, with a copied state{each.spoilt}")
         self._changed()
 
 
-async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> tuple[str, str]:
-    """Asks a worker for its state's digests. Returns a text about what differs, a vague one without an answer; and one
-    about the totals that may rest on that, "" for none.
+class _Difference(NamedTuple):
+    """What differs on one worker.
+
+    Attributes:
+        text: a vague one if the worker did not answer.
+        spoilt: text about the totals that may rest on it; "": none.
+        of_calls: user code asks for something else than on other workers.
     """
+
+    text: str
+    spoilt: str = ""
+    of_calls: bool = False
+
+
+async def _compare(node: WorkerNode, mine: StateDigests, worker: str) -> _Difference:
+    """Asks a worker for its state's digests and where its user code is, and returns what differs."""
     peer = node.router.peer(worker)
     name, theirs = name_of(worker), None
     if peer is not None:
@@ -118,19 +133,23 @@ async def _compare(node: WorkerNode, mine: StateDigests | None, worker: str) -> 
                 theirs = cast(StateDigests, await node.transport.call(peer, DescribeState()))
         except (Refused, TransportError, TimeoutError) as error:
             node.log.info("%s does not describe its state: %s", name, str(error) or "no answer")
-    if mine is None or theirs is None or mine.step != theirs.step:
-        return f"{name} differs in its totals, its state or its calls ({_CALLS})", ""
+    if theirs is not None and theirs.position == mine.position and theirs.call != mine.call:
+        return _Difference(f"{name} is at {theirs.call}, and other workers are at {mine.call}", of_calls=True)
+    if theirs is None or mine.step < 0 or mine.step != theirs.step:
+        return _Difference(f"{name} differs in its totals, its state or its calls ({_CALLS})")
     here, there = dict(mine.digests), dict(theirs.digests)
     names = sorted(path for path in {*here, *there} if here.get(path) != there.get(path))
     if not names:
-        return f"{name} differs after step {mine.step} in its totals or its calls ({_CALLS})", ""
+        return _Difference(f"{name} differs after step {mine.step} in its totals or its calls ({_CALLS})")
     if arguments := [path.removeprefix(_ARGUMENT) for path in names if path.startswith(_ARGUMENT)]:
-        return f"{name} calls run.steps(...) with other arguments than other workers ({', '.join(arguments)})", ""
+        return _Difference(
+            f"{name} calls run.steps(...) with other arguments than other workers ({', '.join(arguments)})"
+        )
     # Numbers first: a learning rate says more than an array that it spoilt.
     names.sort(key=lambda path: (is_array(here.get(path) or there[path]), path.count(".")))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     text = f"the state of {name} differs before step {mine.step}: {', '.join(names[:_NAMED])}{more}"
-    return text, _spoilt(mine.step)
+    return _Difference(text, _spoilt(mine.step))
 
 
 def _spoilt(step: int) -> str:
@@ -140,8 +159,16 @@ def _spoilt(step: int) -> str:
     return f" (the totals of steps {step - _EVERY + 1} to {step - 1} may rest on the wrong one)"
 
 
-def _lasting_error(what: str) -> StateError:
-    """Returns the error for workers that differ again just after they copied the state; `what` says in what."""
+def error_of_copied(worker: str, call: str) -> StepError:
+    """Returns the error for a worker whose call is not the one whose total it has copied from others."""
+    return StepError(f"{worker} is at {call}, and other workers were at another call: {_DECIDE}")
+
+
+def _lasting_error(found: Sequence[_Difference]) -> StateError | StepError:
+    """Returns the error for workers that differ again just after they copied the state."""
+    what = "; ".join(each.text for each in found)
+    if all(each.of_calls for each in found):
+        return StepError(f"{what}; they differed just before, too: {_DECIDE}")
     return StateError(
         f"{what}; it did just before, too: name in run.state all that later steps and a break depend on, and let them "
         f"depend on nothing else: no clock, no rank, no generator of your own"

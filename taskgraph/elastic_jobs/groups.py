@@ -82,7 +82,7 @@ class GroupTurns:
     def _agreed(self) -> tuple[str, ...]:
         """Runs a round in which the workers agree on the first members: the view's workers, as one of them read it."""
         progress, done = self.run.progress, None
-        while isinstance(answer := progress.ask(1, b"run.group", done), int):
+        while isinstance(answer := progress.ask(1, "run.group", done), int):
             done = answer, Sums.of({}, {answer: encode({"view": progress.node.view})})
         (found,) = _decode_all(answer.collected.values())
         return tuple(found["view"][1])
@@ -183,9 +183,9 @@ class Group:
         if turns.number != self.number + 1 or turns.members != self.members:
             raise StepError(f"group.{operation}(...) of an earlier turn: call run.group() first")
         self._operations += 1
-        what = f"group.{operation} {self._operations} ".encode() + self._what
+        call = f"group.{operation}, operation {self._operations} of turn {self.number}"
         done: tuple[int, Sums] | None = None
-        while isinstance(answer := progress.ask(len(self.members), what, done), int):
+        while isinstance(answer := progress.ask(len(self.members), call, done, detail=self._what), int):
             with progress.running_user_function(f"group.{operation}"):
                 done = answer, self._contribution(answer, contribute)
         progress.seed(SUMMED)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import chain_digest
-from taskgraph.elastic_jobs.differing import is_checked
+from taskgraph.elastic_jobs.differing import error_of_copied, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.rows import check_same
 from taskgraph.elastic_jobs.seeding import GeneratorTurn, derived_seed, seed_generators
@@ -127,11 +127,14 @@ class RunProgress:
             self.copied_members = tuple(content["members"])
             self._copied = copied.step, copied.position, copied.tag, content
 
-    def ask(self, parts: int, what: bytes, done: tuple[int, Sums] | None, *, repeatable: bool = False) -> int | Sums:
+    def ask(
+        self, parts: int, call: str, done: tuple[int, Sums] | None, *, detail: bytes = b"", repeatable: bool = False
+    ) -> int | Sums:
         """Gives the part `done`, and returns the next part's number, or the position's total: see `UserCall.ask`.
 
         Args:
-            what: tells this position from others: all workers ask for the same.
+            call: what user code asks for, e.g. "step 7": all workers ask for the same.
+            detail: what has to be alike, too.
             repeatable: a part contributes the same if it is computed again.
 
         Raises:
@@ -143,7 +146,8 @@ class RunProgress:
                 f"workers know of neither\ncatch it in that function, and return what happened"
             )
         with self.turn.passed():
-            answer = self.node.ask(self.position, parts, self.tag + what, done, repeatable=repeatable)
+            tag = self.tag + call.encode() + detail
+            answer = self.node.ask(self.position, parts, tag, call, done, repeatable=repeatable)
         if isinstance(answer, Sums):
             self.position, self.tag = self.position + 1, chain_digest(self.tag, answer)
         return answer
@@ -176,7 +180,7 @@ class RunProgress:
                 "arguments and run.once alone"
             )
         done: tuple[int, Sums] | None = None
-        while isinstance(answer := self.ask(1, b"return", done, repeatable=False), int):
+        while isinstance(answer := self.ask(1, "the end of the function", done), int):
             done = answer, Sums.of({})
 
     def boundary(self, number: int, state: Any, members: Sequence[str] = ()) -> None:
@@ -241,9 +245,10 @@ class RunProgress:
                 )
             self.early.append(known)
             return list(writable(self.early[-1]))
-        what, whole, trace = f"{call} {len(pieces)}".encode(), self.node.trace.begin(), self.node.trace
+        what = call if call == "run.once" else f"{call} of {len(pieces)} pieces"
+        whole, trace = self.node.trace.begin(), self.node.trace
         done: tuple[int, Sums] | None = None
-        while isinstance(answer := self.ask(len(pieces), what, done, repeatable=False), int):
+        while isinstance(answer := self.ask(len(pieces), what, done), int):
             seed_generators(derived_seed(self.node.spec.seed, self.position, PIECE, answer))
             if self.watch is not None:
                 self.watch.piece()
@@ -257,6 +262,8 @@ class RunProgress:
                 value = self.watch.result(call, self.position, answer, value)
             done = answer, Sums.of({}, {answer: value})
         trace.keep(whole, "loop", call)
+        if answer.layout != Sums.of({}).layout or len(answer.collected) != len(pieces):
+            raise error_of_copied(self.node.name, what)
         results = [decode(value)[0] for value in answer.collected.values()]
         if not self.in_steps:
             self.early.append(results)

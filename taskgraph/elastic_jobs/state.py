@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from taskgraph.elastic_jobs.libraries import pytorch
-from taskgraph.errors import StateError
+from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
@@ -209,7 +209,12 @@ def _digest(value: Any, path: str) -> bytes:
         with contextlib.suppress(TypeError, RuntimeError):  # numpy has no such tensors
             array = value.detach().numpy()
     if type(array) is not np.ndarray or array.dtype.kind not in "biufc" or array.nbytes < INLINE_BYTES:
-        return encode(value, what=f"run.state: {path}").digest
+        try:
+            return encode(value, what=f"run.state: {path}").digest
+        except ValueNotEncodable as error:
+            raise ValueNotEncodable(
+                f"{error}\nin run.state its class may be a dataclass, or have state_dict() and load_state_dict()"
+            ) from None
     digest = xxhash.xxh3_128(f"{value.dtype} {array.shape}".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.digest()

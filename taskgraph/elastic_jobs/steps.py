@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.elastic_jobs.differing import digests_of_arguments, is_checked
+from taskgraph.elastic_jobs.differing import digests_of_arguments, error_of_copied, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.parts import CARRIED, KINDS, PUSHED, Part, RoundId, RoundOfParts, check_alike, title
 from taskgraph.elastic_jobs.progress import SUMMED, RunProgress
@@ -188,13 +188,14 @@ class Step:
         steps, trace = self._steps, self._steps.run.progress.node.trace
         progress, rows = steps.run.progress, self._rows
         watch = progress.watch
-        what = b"%d.%d" % (self.number, self.round) + (self._state if self.round == 1 else b"")
+        call = f"step {self.number}" if self.round == 1 else f"round {self.round} of step {self.number}"
+        state = self._state if self.round == 1 else b""
         round_id = RoundId(progress.node.spec.seed, self.number, self.round)
         current = RoundOfParts(round_id, steps.run.named, steps.options.zeros, progress.node.allocate)
         self._gradients, tables = current.gradients, steps.run.tables
         tables.in_parts = True
         done: tuple[int, Sums] | None = None
-        while isinstance(answer := progress.ask(rows.parts, what, done, repeatable=True), int):
+        while isinstance(answer := progress.ask(rows.parts, call, done, detail=state, repeatable=True), int):
             part = rows.part(current, answer)
             if watch is not None:
                 for trial in watch.trials(round_id, part, steps.feed):
@@ -218,6 +219,8 @@ class Step:
             watch.total(round_id, rows.parts)
         mark = trace.begin()
         check_alike(answer)
+        if "add" not in answer.layout[1]:  # what parts contribute has it always
+            raise error_of_copied(progress.node.name, call)
         total = answer.tree(KINDS.values(), progress.node.allocate)
         self._check_finite(answer, total)
         current.finish(total, rows.parts)

@@ -55,7 +55,6 @@ class UserCall:
         function: calls it in a thread; returns its value, and how many totals it got.
 
     Attributes:
-        digests: of the state before the last checked step.
         state_wanted: another worker, or a checkpoint, waits for the state between two steps.
         value: what the function returned; None: it has not returned.
         positions: the number of totals that it has got, once it has returned.
@@ -78,8 +77,9 @@ class UserCall:
         self._rounds: asyncio.Task[None] | None = None  # deal pieces while user code computes some
         self._large: tuple[int, ...] = ()  # bytes of each large array of the state
         self._room: Room | None = None
+        self._checked: tuple[int, tuple[tuple[str, bytes], ...]] = (-1, ())  # a step, and digests of the state before
+        self._asked = (-1, "")  # the position at which user code is, and what it asks for there
         self.state_wanted = False
-        self.digests = StateDigests(-1, ())
         self.value: Encoded | None = None
         self.positions = -1
 
@@ -132,7 +132,7 @@ class UserCall:
             raise RuntimeError(f"{type(error).__name__} left the function") from error
 
     def ask(
-        self, position: int, parts: int, tag: bytes, done: tuple[int, Sums] | None, *, repeatable: bool
+        self, position: int, parts: int, tag: bytes, call: str, done: tuple[int, Sums] | None, *, repeatable: bool
     ) -> int | Sums:
         """Gives the part `done`, waits, and returns the number of the next part, or the total of the position.
 
@@ -140,9 +140,11 @@ class UserCall:
             position: the number of totals that user code has got.
             parts: the number of parts of this position.
             tag: a digest of all totals so far and of what user code asks for; equal on all workers.
+            call: what it asks for, for people.
             done: the part that user code has finished, if any, and what it contributes.
             repeatable: a part contributes the same if it is computed again.
         """
+        self._asked = position, call
         if done is None and self._ahead[:2] == (position, parts) and self._ahead[2]:
             return self._first_of(self._ahead[2], parts)
         threads, trace, finished = self._node.threads, self._node.trace, None
@@ -193,8 +195,9 @@ class UserCall:
         self._checking = None
         if chain_digest(b"", sums) != first.digest:
             name = name_of(newcomer)
-            text = f"the first part of {name} differs from what {self.name} computes of it: something that parts read"
-            self.emit("differs", f"{text} is not named in run.state, or they are not deterministic")
+            where = f"the first part of {name}, in {self._asked[1]},"
+            text = f"{where} differs from what {self.name} computes of it: something that parts read is not named in"
+            self.emit("differs", f"{text} run.state, or they are not deterministic")
 
     def first_state(self) -> StateCopy | None:
         """Waits until user code may begin. Returns the state to begin with; None: its own."""
@@ -268,7 +271,12 @@ class UserCall:
 
     def note_digests(self, step: int, digests: dict[str, bytes]) -> None:
         """Keeps the digests of the state before a checked step, for workers that differ."""
-        self.digests = StateDigests(step, tuple(sorted(digests.items())))
+        self._checked = step, tuple(sorted(digests.items()))
+
+    @property
+    def digests(self) -> StateDigests:
+        """The digests of the state before the last checked step, and where user code is."""
+        return StateDigests(*self._checked, *self._asked)
 
     # -- on the event loop ------------------------------------------------------------------------
 

@@ -96,7 +96,8 @@ def make_tree(
         return _MADE[layout[1]](_next_elements(arrays, at, dtype, 1)[0])
     _, library, name, shape = layout
     size = int(np.prod(shape, dtype=np.int64))
-    return give(_next_elements(arrays, at, np.dtype(name), size).reshape(shape), library)
+    given = give(_next_elements(arrays, at, np.dtype(name), size).reshape(shape), library)
+    return given[()] if library == "numpy" and not shape else given  # a scalar, as numpy's own sums are
 
 
 def _next_elements(

@@ -603,10 +603,14 @@ class StateDigests(_Message, frozen=True, tag=True):
     Attributes:
         step: the checked step before which they were taken; -1: none yet.
         digests: (path, digest) of each leaf of the state.
+        position: at which user code waits, or computes.
+        call: what it asks for there, e.g. "round 2 of step 7".
     """
 
     step: int
     digests: tuple[tuple[str, bytes], ...]
+    position: int = -1
+    call: str = ""
 
 
 class DescribeValue(_Message, frozen=True, tag=True):

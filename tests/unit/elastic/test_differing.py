@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,16 @@ def test_numbers_are_named_first() -> None:
     assert "before step 6: text, deep.more.rate, a: it enters anew" in text
 
 
-@pytest.mark.parametrize("how", ["return", "break", "round", "once"])
-def test_worker_whose_calls_differ_enters_anew(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "there"),
+    [
+        ("return", "the end of the function"),
+        ("break", "the end of the function"),
+        ("round", "round 2 of step 7"),
+        ("once", "run.once"),
+    ],
+)
+def test_worker_whose_calls_differ_enters_anew(how: str, there: str) -> None:
     """The others wait for parts that it does not compute, and it for theirs."""
 
     def body(run: Any) -> Any:
@@ -117,8 +126,31 @@ def test_worker_whose_calls_differ_enters_anew(how: str) -> None:
     events: list[Event] = []
     assert asyncio.run(run_body(body, (3, ""), events.append)) == 150
     (text,) = [event.text for event in events if event.kind == "differs"]
-    what = "a further round, run.once, run.map, break or return"
-    assert text == f"n2 differs in its totals, its state or its calls ({what}): it enters anew, with a copied state"
+    assert text == f"n2 is at {there}, and other workers are at step 8: it enters anew, with a copied state"
+
+
+@pytest.mark.parametrize("once", ["n2", "n1 n3"])
+def test_worker_whose_calls_differ_again_fails_the_job(once: str) -> None:
+    """What it copies is the total of another call."""
+
+    def body(run: Any) -> Any:
+        s = run.state(n=0)
+        for step in run.steps(rows=6, batch=6, parts=5, passes=30):
+            for part in step:
+                part.add(n=1)
+                pause()
+            s.n += step["n"]
+            if step.number >= 7 and run.worker in once:
+                run.once(lambda: 1)
+        return s.n
+
+    with pytest.raises(tg.JobFailed) as failed:
+        asyncio.run(run_body(body, (3, "")))
+    assert re.search(
+        r"n2 is at (run\.once|step \d+), and other workers (are|were) at [^;:]*(; they differed just before, too)?: "
+        r"decide by totals, run\.state, run\.once and run\.map alone",
+        str(failed.value),
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,9 +228,9 @@ async def test_first_part_of_a_newcomer_is_computed_by_an_old_worker_too(named: 
     if named:
         assert not told
     else:
-        assert told == [
-            "the first part of n2 differs from what n1 computes of it: something that parts read is not named in "
-            "run.state, or they are not deterministic"
+        assert [re.sub(r"^the first part of n2, in step \d+, ", "", text) for text in told] == [
+            "differs from what n1 computes of it: something that parts read is not named in run.state, or they are not "
+            "deterministic"
         ]
 
 

@@ -114,12 +114,14 @@ async def part_of_run(job: Any, nodes: int, until: int, **how: bool) -> Any:
 
 
 def test_resumed_on_another_number_of_workers(tmp_path: Path) -> None:
-    made = factors(optimizer="adam", pause_s=0.004)
-    assert made.elastic is not None
-    often = dataclasses.replace(made.elastic, checkpoint_every_s=0.02)
-    job = dataclasses.replace(made, checkpoint=tmp_path.as_uri(), _elastic=often)
-    asyncio.run(part_of_run(job, 2, 5))
-    resumed = asyncio.run(part_of_run(job, 3, 0, resume=True))
+    def paced(pause_s: float) -> Any:
+        made = factors(optimizer="adam", pause_s=pause_s)
+        assert made.elastic is not None
+        often = dataclasses.replace(made.elastic, checkpoint_every_s=0.02)
+        return dataclasses.replace(made, checkpoint=tmp_path.as_uri(), _elastic=often)
+
+    asyncio.run(part_of_run(paced(0.03), 2, 5))  # a checkpoint is complete long before the job ends
+    resumed = asyncio.run(part_of_run(paced(0.004), 3, 0, resume=True))
     assert bits(resumed) == bits(tg.run(factors(optimizer="adam"), nodes=0).value)
 
 

@@ -14,7 +14,7 @@ import pytest
 from elastic_cluster import SCENARIOS, Body, job_of, run_body
 
 import taskgraph as tg
-from taskgraph.errors import JobError, JobFailed, StateError, StepError
+from taskgraph.errors import JobError, JobFailed, StateError, StepError, ValueNotEncodable
 from taskgraph.graph.sum_layouts import difference
 from taskgraph.graph.sums import Sums, decode_sums, encode_sums
 from taskgraph.graph.values import decode, encode
@@ -421,6 +421,20 @@ def state_without_a_name(run: Any) -> None:
     run.state(np.zeros(3))
 
 
+class Meter:
+    pass
+
+
+@fails(
+    ValueNotEncodable,
+    r"m: a value of type .*Meter cannot travel(.|\n)*\nin run\.state its class may be a dataclass, or have state_dict",
+)
+def state_of_a_class(run: Any) -> None:
+    run.state(m=Meter())
+    for _step in small(run):
+        pass
+
+
 @fails(StateError, r"Progress of run\.state\(\.\.\.\): the state has no 'bst', only best, history, more, w")
 def mistyped_field(run: Any) -> None:
     s = run.state(Progress(np.zeros(1)))
@@ -462,6 +476,13 @@ def test_sums_travel_with_what_was_collected() -> None:
     assert np.array_equal(made["b"][0], [0, 2, 4]) and np.array_equal(made["c"]["d"], [2, 2])
     collected = [decode(found)["x"] for found in total.collected.values()]
     assert list(total.collected) == [0, 1] and np.array_equal(collected[0], np.arange(5000)) and collected[1] == "y"
+
+
+def test_numpy_scalars_are_summed_to_scalars() -> None:
+    sums = Sums.of({"a": np.float32(1.5), "b": np.ones(()), "c": np.ones(1)})
+    made = sums.add(sums).tree()
+    assert [type(made[name]) for name in "abc"] == [np.float32, np.float64, np.ndarray]
+    assert round(made["a"]) == 3 and made["b"] == 2.0
 
 
 def test_sums_do_not_change_with_the_arrays_that_were_added() -> None:
