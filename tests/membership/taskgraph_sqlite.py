@@ -81,10 +81,8 @@ def _open(path: str) -> sqlite3.Connection:
 def _select(db: sqlite3.Connection, key: str, prefix: bool) -> tuple[KeyValue, ...]:
     if not prefix:
         check_key(key)
-    where = "substr(name, 1, ?2) = ?1" if prefix else "name = ?1 and ?2 = ?2"
-    found = db.execute(
-        f"select name, value, created, modified, lease from keys where {where} order by name", (key, len(key))
-    )
+    where, given = ("substr(name, 1, ?) = ?", (len(key), key)) if prefix else ("name = ?", (key,))
+    found = db.execute(f"select name, value, created, modified, lease from keys where {where} order by name", given)
     return tuple(KeyValue(*row) for row in found)
 
 
