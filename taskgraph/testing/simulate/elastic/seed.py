@@ -158,9 +158,18 @@ async def _judge(world: ElasticWorld) -> str:
         return "finished"
     if world.whole_at_failure:
         raise Violation(f"the job failed, and {world.whole_at_failure} could go on: {status.reason}")
-    if world.view.checkpoint is not None:
+    if world.view.checkpoint is not None and not _all_died_too_often(world):
         raise Violation(f"the job failed, and has a checkpoint: {status.reason}")
     return "lost"
+
+
+def _all_died_too_often(world: ElasticWorld) -> bool:
+    """True if all workers died `fatal_deaths` times, and the job has no checkpoint of a later sum than at the first."""
+    workers, checkpoint = world.view.workers, world.view.checkpoint
+    if workers is None or checkpoint is None:
+        return False
+    deaths = workers.record.returns + 1  # the last one is no return
+    return deaths >= world.job.settings.fatal_deaths and checkpoint.record.epoch <= workers.record.returned_to
 
 
 def _describe_hang(world: ElasticWorld) -> str:
