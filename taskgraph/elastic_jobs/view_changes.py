@@ -91,9 +91,15 @@ class ViewChanger:
             node.begin_anew()  # others returned: the totals that this newcomer has may be undone
         if not node.has_begun() and view.since(node.id) == view.lineage:
             await self._begin_in_first_view(view)
-        elif node.engine.core.phase == Phase.OUTSIDE and self._joining is None and view.since(node.id) is None:
+        elif self._may_join(view):
             self._joining = node.own(Joining(node).run(), "join")
         node.engine.read_view(view)
+
+    def _may_join(self, view: View) -> bool:
+        """True if this node is in no view, and does not join yet. A draining one may only end its checkpoint."""
+        node = self._node
+        outside = node.engine.core.phase == Phase.OUTSIDE and view.since(node.id) is None
+        return outside and self._joining is None and not node.draining
 
     async def _begin_in_first_view(self, view: View) -> None:
         """Begins as a worker of the first view, which this node may not have read, from the checkpoint if any."""

@@ -53,6 +53,7 @@ FOUND = {
     22488: "a newcomer whose user code has returned, and must begin anew since others returned",
     11936: "a first checkpoint that is complete just before the job fails for want of one",
     8342: "a draining newcomer that is left alone",
+    6693: "a draining worker that is in no view, and still writes a checkpoint",
     5501: "all workers die three times, and the job fails by name",
 }
 """Seeds that found a mistake, and which one."""
