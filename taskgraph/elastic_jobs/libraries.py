@@ -30,25 +30,44 @@ def pytorch() -> ModuleType | None:
 
 
 def import_pytorch_of(function: Callable[..., Any]) -> None:
-    """Imports PyTorch, if functions of a driver import it when they are called.
+    """Imports PyTorch, if a function of a driver imports it when it is called, or a function that it names does.
 
     That would be too late: its generators and threads are set before, and the launcher has to decode tensors.
-
-    Args:
-        function: one of the driver's functions.
     """
     function = inspect.unwrap(function)
-    names = [function, *getattr(function, "__globals__", {}).values()]
-    codes = [f.__code__ for f in names if isinstance(f, FunctionType) and f.__module__ == function.__module__]
-    if any(map(_imports_pytorch, codes)) and importlib.util.find_spec("torch") is not None:
+    if any(map(_imports_pytorch, _named_codes(function))) and importlib.util.find_spec("torch") is not None:
         importlib.import_module("torch")
 
 
+def _named_codes(function: Callable[..., Any]) -> Iterator[CodeType]:
+    """Yields the code of a function, of the functions and methods of its module that it names, and so on."""
+    found: list[Any] = [function]
+    seen: set[int] = set()
+    while found:
+        each = found.pop()
+        if id(each) in seen or not isinstance(each, type | FunctionType) or each.__module__ != function.__module__:
+            continue
+        seen.add(id(each))
+        if isinstance(each, type):
+            found += vars(each).values()
+        else:
+            for code in _with_inner(each.__code__):
+                yield code
+                found += [each.__globals__[name] for name in code.co_names if name in each.__globals__]
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yields code, and that of the functions in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _with_inner(each)
+
+
 def _imports_pytorch(code: CodeType) -> bool:
-    """True if code, or a function in it, has a statement that imports PyTorch or a module of it."""
+    """True if code has a statement that imports PyTorch or a module of it."""
     imported = (each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return any(name.partition(".")[0] == "torch" for name in imported) or any(map(_imports_pytorch, inner))
+    return any(name.partition(".")[0] == "torch" for name in imported)
 
 
 @contextlib.contextmanager
