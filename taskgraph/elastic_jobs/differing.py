@@ -32,9 +32,7 @@ _ASK_S = 1.0
 _NAMED = 3
 """The most differing names in a message."""
 _ARGUMENT = "run.steps: "
-_DECIDE = (
-    "decide by totals, run.state, run.once and run.map alone whether to break, to return, or to call the run again"
-)
+_DECIDE = "decide by totals, run.state, run.once and run.map alone when to break or return, and what to call next"
 _CALLS = "a further round, run.once, run.map, break or return"
 
 

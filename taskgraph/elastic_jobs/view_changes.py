@@ -96,7 +96,7 @@ class ViewChanger:
         node.engine.read_view(view)
 
     def _may_join(self, view: View) -> bool:
-        """True if this node is in no view, and does not join yet. A draining one may only end its checkpoint."""
+        """True if this node is to begin to join: not if it drains, and only ends a checkpoint before it leaves."""
         node = self._node
         outside = node.engine.core.phase == Phase.OUTSIDE and view.since(node.id) is None
         return outside and self._joining is None and not node.draining

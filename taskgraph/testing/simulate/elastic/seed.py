@@ -158,7 +158,7 @@ async def _judge(world: ElasticWorld) -> str:
         return "finished"
     if world.whole_at_failure:
         raise Violation(f"the job failed, and {world.whole_at_failure} could go on: {status.reason}")
-    if world.view.checkpoint is not None and not _all_died_too_often(world):
+    if world.view.checkpoint is not None and not ("fatal_deaths" in status.reason and _all_died_too_often(world)):
         raise Violation(f"the job failed, and has a checkpoint: {status.reason}")
     return "lost"
 
