@@ -171,11 +171,11 @@ class Work(Protocol):
     def run_beside(self, where: str, function: Callable[[], Any]) -> asyncio.Task[None]:
         """Calls user code beside the coroutine that calls this: in a thread unless it is an `async def`."""
 
-    def leave(self, call: asyncio.Task[None]) -> None:
+    def go_on_without(self, call: asyncio.Task[None]) -> None:
         """Leaves a call of `run_beside` behind: it may outlast the epoch."""
 
     @property
-    def late(self) -> Collection[asyncio.Task[None]]:
+    def late_calls(self) -> Collection[asyncio.Task[None]]:
         """The calls of the task that were left behind and have not ended."""
 
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> Awaitable[None]:
@@ -461,7 +461,7 @@ class Epoch(Collectives):
 
 def place_text(where: str) -> str:
     """Describes a place in user code for a message; for a handler also the sender of the request."""
-    called, *message = where.rsplit("/", 2)  # as `node.epochs.mailbox` names it; a processor's name stays as it is
+    called, *message = where.rsplit("/", 2)  # as `node.epochs.messenger` names it; a processor's name stays as it is
     if len(message) != 2 or not message[0].isdigit():
         return where
     by = f"by task {message[0]}"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from taskgraph.device.api import Array, DeviceArrayOnHost
-from taskgraph.device.cuda import givers
+from taskgraph.device.cuda import reclaimers
 from taskgraph.device.lookup import from_dlpack
 from taskgraph.graph.codecs import codec
 from taskgraph.graph.orders import copy_in_order
@@ -110,4 +110,4 @@ def _free_unused_memory(nbytes: int) -> bool:
 
 
 codec(torch.Tensor, _encode, _decode, name="torch.Tensor")
-givers.append(_free_unused_memory)
+reclaimers.append(_free_unused_memory)

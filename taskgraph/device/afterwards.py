@@ -103,12 +103,12 @@ class FinalizerThread:
 
 
 def call_soon(then: Callable[[], object]) -> None:
-    """Calls a function in a thread, in the order of calls of `call_soon`."""
+    """Calls a function soon in a helper thread, one after another in the order of the calls. Does not wait."""
     _calling.ask(then)
 
 
 def call_later(then: Callable[[], object]) -> None:
-    """Calls a function in a thread after a short pause."""
+    """Passes a function to `call_soon` after a short pause. Does not wait."""
     _postponed.ask(then)
 
 
@@ -130,7 +130,7 @@ def make_pending_calls() -> bool:
 
 
 def call_after(device: Device, events: Sequence[Event], then: Callable[[], object]) -> None:
-    """Calls a function in a thread once the device has passed the events. Without events it calls it here, at once.
+    """Calls a function in a helper thread once the device has passed the events; without events here, at once.
 
     The function must not block. This thread does not look at events: that would end its capture of a graph.
     """

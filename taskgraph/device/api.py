@@ -54,7 +54,7 @@ class Device(Protocol):
         """Records an event after all that is queued on `stream` now."""
 
     def try_record(self, stream: Stream) -> Event | None:
-        """Records an event. None while a graph is captured on `stream`: the event would become part of the graph."""
+        """Does as `record`. None while a graph is captured on `stream`: the event would become part of the graph."""
 
     def recycle(self, event: Event) -> None:
         """Keeps an event that the caller no longer needs for a later `record`: destroying it may take long."""
@@ -89,7 +89,7 @@ class Device(Protocol):
         """
 
     def to_device(self, host: NDArray[Any]) -> Array:
-        """Queues a copy of a host array. The caller may free that at once, and write to it unless it is registered."""
+        """Queues a copy of a host array, which the caller may free at once, and change unless it is registered."""
 
     def upload(self, host: NDArray[Any]) -> Array:
         """As `to_device`, for registered memory in C order, which must live unchanged until the copy is done."""

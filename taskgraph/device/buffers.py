@@ -1,13 +1,13 @@
 """Buffers of values that stay on their device: private copies, views of them, and when their memory is freed.
 
     array ──► `PrivateCopy`: a copy, being made ──► `DeviceBuffer` ──► views, a copy on the host
-                        a `_Memory`, with a `_Lease` for the buffer and one for each view
+                        a `_Memory`, with a `_Use` for the buffer and one for each of its views
 
 A copy is made on the caller's stream, and is complete before its `DeviceBuffer` exists. So any stream can read it. Its
 memory belongs to the stream that made it: once freed, the next allocation there gets it, even if reads are still queued
-on other streams. So every view has a lease. When a view ends, an event is recorded on its stream; when no lease is left
+on other streams. So every view has a use. When a view ends, an event is recorded on its stream; when no use is left
 and the device has passed all events, the memory is freed. Only a helper thread waits for events (`afterwards`). That
-thread also ends leases for event loops, since CUDA's driver may block.
+thread also ends uses for event loops, since CUDA's driver may block.
 
 User code owns a task's stream, and may capture a graph on it: work that is queued there meanwhile becomes part of the
 graph, or spoils it. So the framework queues only events there, and none during a capture (`Device.try_record`).
@@ -36,7 +36,7 @@ from taskgraph.device.afterwards import (
 )
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.digest import DIGEST_BYTES
-from taskgraph.device.memory import givers
+from taskgraph.device.memory import reclaimers
 from taskgraph.device.shared import Segment, SharedMemory
 from taskgraph.device.staging import HostCopy
 
@@ -51,8 +51,8 @@ _side: Final[weakref.WeakKeyDictionary[Device, Stream]] = weakref.WeakKeyDiction
 """For each device a stream for copies to the host, so that they wait for no task's work."""
 _lock: Final = threading.Lock()
 _kept: Final[set[_Memory]] = set()
-"""Memory with leases. Python finalizes objects that become garbage together in any order, and CuPy's finalizers destroy
-streams and events. This set keeps those that the finalizer of a lease needs."""
+"""Memory with uses. Python finalizes objects that become garbage together in any order, and CuPy's finalizers destroy
+streams and events. This set keeps those that the finalizer of a use needs."""
 _numbers: Final = itertools.count()
 _NO_STREAM: Final = object()
 """In place of a stream; unequal to all streams."""
@@ -67,12 +67,12 @@ def _side_stream(device: Device) -> Stream:
 
 
 class _Memory:
-    """Memory that no longer changes, with its leases: freed when the last lease ends and its reads are done.
+    """Memory that no longer changes, with its uses: freed when the last use has ended and all reads are done.
 
     After an error of the device it is kept for ever, so that it is not reused.
     """
 
-    __slots__ = ("_last", "array", "device", "leases", "read", "stream")
+    __slots__ = ("_last", "array", "device", "read", "stream", "uses")
 
     segment: Segment | None = None  # by which other processes can open it
 
@@ -80,28 +80,28 @@ class _Memory:
         self.device = device
         self.array = array
         self.stream = stream
-        self.leases: dict[int, Stream] = {}  # a lease's number -> the stream that reads
-        self.read: list[Event] = []  # of all ended leases; threads end leases in any order, so none replaces another
+        self.uses: dict[int, Stream] = {}  # a use's number -> the stream that reads
+        self.read: list[Event] = []  # of all ended uses; threads end uses in any order, so none replaces another
         self._last = [None]
 
-    def end_lease(self, number: int) -> None:
-        """Ends a lease, whose reads are all queued. Called in any thread, also in the middle of this module's code."""
-        stream = self.leases[number]
+    def end_use(self, number: int) -> None:
+        """Ends a use, whose reads are all queued: once for each. Called in any thread, also amid this module's code."""
+        stream = self.uses[number]
         try:
             if stream != self.stream:
                 event = self.device.try_record(stream)
                 if event is None:
-                    call_later(partial(self.end_lease, number))
+                    call_later(partial(self.end_use, number))
                     return
                 self.read.append(event)
-            del self.leases[number]
-            if not self.leases and self._is_last():
+            del self.uses[number]
+            if not self.uses and self._is_last():
                 self._free_after_reads()
         except Exception as error:  # usually the device is lost
             log.warning("the device failed, so %d bytes of its memory stay in use: %s", self.array.nbytes, error)
 
     def _is_last(self) -> bool:
-        """True for the first caller only: of several threads that end the last leases, one frees the memory.
+        """True for the first caller only: of several threads that end the last uses, one frees the memory.
 
         Takes no lock, since a finalizer may interrupt this code.
         """
@@ -111,9 +111,9 @@ class _Memory:
             return False
         return True
 
-    def may_end_lease(self, number: int) -> bool:
-        """True if this thread may end the lease: the lease's stream is current here, or needs no event."""
-        return self.leases[number] in (self.stream, self.device.current_stream())
+    def may_end_use(self, number: int) -> bool:
+        """True if this thread may end the use itself: its stream is current here, or needs no event."""
+        return self.uses[number] in (self.stream, self.device.current_stream())
 
     def _free_after_reads(self) -> None:
         """Frees the memory once the device has passed the events of all readers."""
@@ -144,11 +144,11 @@ class _SegmentMemory(_Memory):
         self._free()
 
 
-class _Lease:
-    """Keeps memory for as long as this object lives.
+class _Use:
+    """The use of memory by a buffer, a view or a copy: keeps the memory for as long as this object lives.
 
     Args:
-        stream: the stream that reads the memory; None: its own stream, or the reader waits for its reads.
+        stream: the stream that reads the memory; None: the memory's own, or the reader waits for its reads.
     """
 
     __slots__ = ("__weakref__", "_number", "memory")
@@ -156,25 +156,25 @@ class _Lease:
     def __init__(self, memory: _Memory, stream: Stream | None = None) -> None:
         self.memory = memory
         self._number = next(_numbers)
-        memory.leases[self._number] = memory.stream if stream is None else stream
+        memory.uses[self._number] = memory.stream if stream is None else stream
         _kept.add(memory)
 
     def note_reads_done(self) -> None:
-        """Notes that all reads of this lease are done, since its owner waited for them: its end needs no event."""
-        self.memory.leases[self._number] = self.memory.stream
+        """Notes that all reads of this use are done, since its owner waited for them: its end needs no event."""
+        self.memory.uses[self._number] = self.memory.stream
 
     def __del__(
         self, is_finalizing: Callable[[], bool] = sys.is_finalizing, here: Callable[[], bool] = on_a_loop
     ) -> None:
         if is_finalizing():  # this module may be gone already
             return
-        if not here() and self.memory.may_end_lease(self._number):
-            self.memory.end_lease(self._number)
+        if not here() and self.memory.may_end_use(self._number):
+            self.memory.end_use(self._number)
         else:
-            call_soon(partial(self.memory.end_lease, self._number))
+            call_soon(partial(self.memory.end_use, self._number))
 
 
-givers.insert(0, lambda nbytes: make_pending_calls())  # first: others free the memory that this one returns
+reclaimers.insert(0, lambda nbytes: make_pending_calls())  # first: others free the memory that this one returns
 
 
 class BlockDigests:
@@ -193,7 +193,7 @@ class BlockDigests:
         self.nbytes = nbytes
 
     def begin(self) -> None:
-        """Waits for the digests. Call it before `digest`, and before `blocks` is read."""
+        """Waits until the device has computed the digests. Call it before `digest`, and before `blocks` is read."""
         done, self._done = self._done, None
         if done is not None:
             (event,) = done.things
@@ -218,21 +218,21 @@ class PrivateCopy(BlockDigests):
         nbytes: int = array.nbytes
         segment = None if shared is None else shared.take(nbytes)
         if shared is None or segment is None:
-            self._lease = _Lease(_Memory(device, device.empty(nbytes), device.current_stream()))
+            self._use = _Use(_Memory(device, device.empty(nbytes), device.current_stream()))
         else:
             memory = _SegmentMemory(device, segment, nbytes, partial(shared.give_back, segment))
-            self._lease = _Lease(memory, device.current_stream())
+            self._use = _Use(memory, device.current_stream())
         super().__init__(
-            device, device.fill_and_digest(self._lease.memory.array, array, block_bytes), nbytes, block_bytes
+            device, device.fill_and_digest(self._use.memory.array, array, block_bytes), nbytes, block_bytes
         )
 
     def begin(self) -> None:
         super().begin()
-        self._lease.note_reads_done()
+        self._use.note_reads_done()
 
     def seal(self) -> DeviceBuffer:
-        """Returns the copy; call `begin` first."""
-        return DeviceBuffer(self._lease, self._block_bytes)
+        """Returns the copy as a buffer; call `begin` first."""
+        return DeviceBuffer(self._use, self._block_bytes)
 
 
 def borrow_buffer(
@@ -243,7 +243,7 @@ def borrow_buffer(
     Args:
         ended: called once, in any thread, with the readers' events, when this process has neither the buffer nor views.
     """
-    return DeviceBuffer(_Lease(_SegmentMemory(device, segment, nbytes, ended)), block_bytes)
+    return DeviceBuffer(_Use(_SegmentMemory(device, segment, nbytes, ended)), block_bytes)
 
 
 class DeviceBuffer:
@@ -254,16 +254,16 @@ class DeviceBuffer:
         host_copies: the number of copies to the host, failed ones included.
     """
 
-    __slots__ = ("_block_bytes", "_copy", "_lease", "_lock", "_memory", "_views", "host_copies", "nbytes")
+    __slots__ = ("_block_bytes", "_copy", "_lock", "_memory", "_use", "_views", "host_copies", "nbytes")
 
     format = "B"
     c_contiguous = True
 
-    def __init__(self, lease: _Lease, block_bytes: int) -> None:
-        self._lease = lease
-        self._memory = memory = lease.memory
+    def __init__(self, use: _Use, block_bytes: int) -> None:
+        self._use = use
+        self._memory = memory = use.memory
         self._block_bytes = block_bytes
-        self._views: weakref.WeakSet[_Lease] = weakref.WeakSet()
+        self._views: weakref.WeakSet[_Use] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._copy: HostCopy | None = None
         self.host_copies = 0
@@ -286,9 +286,9 @@ class DeviceBuffer:
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """Returns a view of the buffer, for reading on the current stream. The memory lives as long as the view."""
         memory = self._memory
-        lease = _Lease(memory, memory.device.current_stream())
-        self._views.add(lease)
-        return memory.device.view(memory.array, dtype, shape, lease)
+        use = _Use(memory, memory.device.current_stream())
+        self._views.add(use)
+        return memory.device.view(memory.array, dtype, shape, use)
 
     def copy_on_device(self) -> DeviceBuffer:
         """Copies the buffer to memory of its own. Waits for the device."""
@@ -329,5 +329,5 @@ class DeviceBuffer:
                 memory = self._memory
                 self.host_copies += 1
                 stream = _side_stream(memory.device)
-                self._copy = HostCopy(memory.device, memory.array, stream, allocate, keep=_Lease(memory))
+                self._copy = HostCopy(memory.device, memory.array, stream, allocate, keep=_Use(memory))
             return self._copy

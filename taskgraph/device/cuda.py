@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from taskgraph.device import digest, virtual
 from taskgraph.device.afterwards import OffLoopFinalizer
 from taskgraph.device.api import IDENTITY_BYTES, Array, Device, Event, Stream
-from taskgraph.device.memory import BoundedAllocator, bound_pinned_memory, givers
+from taskgraph.device.memory import BoundedAllocator, bound_pinned_memory, reclaimers
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
 from taskgraph.errors import JobError
 from taskgraph.protocol.deviceloss import device_error
 
-__all__ = ["CudaDevice", "array_module", "bound_memory", "device_count", "device_of", "from_dlpack", "givers"]
+__all__ = ["CudaDevice", "array_module", "bound_memory", "device_count", "device_of", "from_dlpack", "reclaimers"]
 
 log = logging.getLogger("taskgraph.devices")
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from taskgraph.device import cuda
 from taskgraph.device.api import Array, Device
 
-__all__ = ["declare", "device_of", "from_dlpack"]
+__all__ = ["device_of", "from_dlpack", "register_array_type"]
 
 _declared: Final[dict[type, Callable[[Any], Device]]] = {}
 
@@ -16,8 +16,8 @@ _readers: Final[dict[int, Callable[[Any], Array | None]]] = {2: cuda.from_dlpack
 """Functions that read memory of a kind of device, by DLPack's number; 2 is CUDA."""
 
 
-def declare(kind: type, device: Callable[[Any], Device]) -> None:
-    """Registers an array type and a function that returns the device of such an array."""
+def register_array_type(kind: type, device: Callable[[Any], Device]) -> None:
+    """Registers an array type, and a function that returns the device of such an array, for `device_of`."""
     _declared[kind] = device
 
 

@@ -20,12 +20,12 @@ from typing import Any, Final
 
 from taskgraph.system.host import memory_bytes
 
-__all__ = ["BoundedAllocator", "bound_pinned_memory", "givers"]
+__all__ = ["BoundedAllocator", "bound_pinned_memory", "reclaimers"]
 
 log = logging.getLogger("taskgraph.devices")
 
-givers: Final[list[Callable[[int], bool]]] = []
-"""Functions that free unused memory of a device, called in turn with the bytes needed; each returns if it freed some.
+reclaimers: Final[list[Callable[[int], bool]]] = []
+"""Functions that free unused memory of a device, called in turn with the bytes needed; True: it freed some.
 
 They run in any thread, in the middle of an allocation, so they must neither allocate nor wait for one that does."""
 
@@ -41,7 +41,7 @@ _PINNED_SHARE: Final = 16
 
 
 class BoundedAllocator:
-    """An allocator for CuPy: its pool with a limit, which calls `givers` before it is out of memory.
+    """An allocator for CuPy: its pool with a limit, which calls `reclaimers` before it is out of memory.
 
     Args:
         cupy: the module.
@@ -95,8 +95,8 @@ class BoundedAllocator:
 
     def _make_room(self, size: int) -> Iterator[None]:
         """Frees memory step by step, and yields after each step that may have freed enough: the caller tries again."""
-        for giver in tuple(givers):
-            if giver(size):
+        for reclaimer in tuple(reclaimers):
+            if reclaimer(size):
                 yield
         tries = _TRIES
         while tries and (raised := self._raise_limit(size)) is not False:
@@ -136,7 +136,7 @@ class BoundedAllocator:
 
 
 def bound_pinned_memory(cupy: Any, limit: int | None = None) -> None:
-    """Gives CuPy a pool of pinned host memory that frees its unused memory before it holds more than `limit`.
+    """Gives CuPy a pool of pinned host memory that frees unused memory before it holds more than `limit` bytes.
 
     CuPy's own pool keeps all memory that it ever pinned, the next power of two above the largest array. Memory in use
     is not bounded: a larger array is pinned all the same, and freed after use.

@@ -29,7 +29,7 @@ PART: Final = 16
 
 
 class Pinnable(Protocol):
-    """Memory that is used again and again, with its pin, if any."""
+    """Memory that is used again and again, with its pin; None: it is not page-locked."""
 
     memory: Any
     pin: Pin | None
@@ -122,7 +122,7 @@ class _LockedMemory:
     """All memory that this process has locked.
 
     Args:
-        limit: of its bytes.
+        limit: the most bytes.
     """
 
     def __init__(self, limit: int) -> None:

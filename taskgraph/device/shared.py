@@ -23,7 +23,7 @@ from typing import Final
 
 from taskgraph.device import handles
 from taskgraph.device.api import HANDLE_BYTES, Array, Device, Event
-from taskgraph.device.memory import givers
+from taskgraph.device.memory import reclaimers
 
 __all__ = [
     "IDLE_PART",
@@ -134,7 +134,7 @@ class SharedMemory:
         if self._max_idle_bytes is None:  # not earlier, since this makes CUDA ready
             self._max_idle_bytes = self._device.memory_bytes // IDLE_PART
         with self._lock:
-            too_much = self._collect()
+            too_much = self._recycle_returned()
             found = self._take_idle(nbytes)
             full = found is None and len(self) >= _MAX_SEGMENTS
             if full and self._idle:
@@ -143,10 +143,10 @@ class SharedMemory:
             if not full:
                 self._used += 1
         if full:
-            self._free(too_much)
+            self._wait_until_unused(too_much)
             return None
         try:
-            self._free(too_much)
+            self._wait_until_unused(too_much)
             del too_much  # before anything is allocated
             if found is None:
                 return self._allocate(nbytes)
@@ -159,7 +159,7 @@ class SharedMemory:
             if found is not None:
                 self.give_back(found, found._events)
             else:
-                self._discount_unmade()
+                self._uncount_segment()
             if isinstance(error, MemoryError):
                 return None
             raise
@@ -182,11 +182,11 @@ class SharedMemory:
             # Many systems cannot share memory. If the device is lost, its next use raises the error.
             log.warning("other processes cannot open memory of this device, so values go by the host: %s", error)
             self._works = False
-            self._discount_unmade()
+            self._uncount_segment()
             return None
         return made
 
-    def _discount_unmade(self) -> None:
+    def _uncount_segment(self) -> None:
         with self._lock:
             self._used -= 1
 
@@ -194,7 +194,7 @@ class SharedMemory:
         """Takes back a segment that this process no longer uses; all work on it ends with these events."""
         self._garbage.append((segment, events, self._clock()))
 
-    def _collect(self) -> list[Segment]:
+    def _recycle_returned(self) -> list[Segment]:
         """Makes returned segments idle. Returns those to free: spoiled ones, and idle ones above the limit."""
         spoiled: list[Segment] = []
         while self._garbage:
@@ -215,10 +215,10 @@ class SharedMemory:
         chosen, self._idle = self._idle[:count], self._idle[count:]
         return chosen
 
-    def _free(self, segments: list[Segment]) -> bool:
-        """Waits until the device is done with the segments, which the caller then drops. True if there are any.
+    def _wait_until_unused(self, segments: list[Segment]) -> bool:
+        """Waits until the device is done with the segments; the caller then drops them, which frees them.
 
-        Call it without the lock.
+        Returns True if there are any. Call it without the lock.
         """
         for segment in segments:
             for event in segment._events:
@@ -229,8 +229,8 @@ class SharedMemory:
     def trim(self) -> None:
         """Frees segments that were idle for long. Call it now and then in a thread."""
         with self._lock:
-            too_much = self._collect() + self._remove_idle(0, self._clock() - _IDLE_S)
-        self._free(too_much)
+            too_much = self._recycle_returned() + self._remove_idle(0, self._clock() - _IDLE_S)
+        self._wait_until_unused(too_much)
 
     def shrink(self, nbytes: int) -> bool:
         """Frees about `nbytes` of idle memory when memory is short. True if it freed any."""
@@ -238,11 +238,11 @@ class SharedMemory:
         if not self._lock.acquire(timeout=_SHORTLY_S):
             return False
         try:
-            too_much = self._collect()
+            too_much = self._recycle_returned()
             too_much += self._remove_idle(max(0, self.idle_bytes - nbytes), self._clock())
         finally:
             self._lock.release()
-        freed = self._free(too_much)
+        freed = self._wait_until_unused(too_much)
         del too_much
         handles.close_withdrawn()  # a descriptor keeps its memory
         return freed
@@ -300,4 +300,4 @@ def _free_idle_segments(nbytes: int) -> bool:
     return any(freed)
 
 
-givers.append(_free_idle_segments)
+reclaimers.append(_free_idle_segments)

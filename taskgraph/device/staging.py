@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.device.api import Array, Device, Event, Stream
-from taskgraph.device.memory import givers
+from taskgraph.device.memory import reclaimers
 
 __all__ = ["HostCopy", "free_abandoned_copies"]
 
@@ -33,7 +33,7 @@ objects that become garbage together in any order, so without this set the memor
 
 
 class _QueuedCopy:
-    """The part of a copy that must outlive its `HostCopy` while the device writes.
+    """What must outlive a `HostCopy` while the device still copies.
 
     Attributes:
         event: follows the last queued piece; None: nothing is queued, or all of it is done.
@@ -100,7 +100,7 @@ def free_abandoned_copies() -> bool:
     return released
 
 
-givers.append(lambda nbytes: free_abandoned_copies())
+reclaimers.append(lambda nbytes: free_abandoned_copies())
 
 
 class HostCopy:

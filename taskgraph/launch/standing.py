@@ -43,7 +43,7 @@ class StalledLoop:
 
     def find_stalled_call(self, now: float) -> tuple[RunningCode, float] | None:
         """Returns the call that the loop has been in for `STANDS_S` or more, and for how long; once. None: no other."""
-        runs = lastwords.call_on_loop(self._folder)
+        runs = lastwords.read_loop_call(self._folder)
         if runs is None or is_stopped(self._pid):  # a process that a signal halted stands still wherever it is
             self._order, self.reported = None, False
         elif runs.order != self._order:

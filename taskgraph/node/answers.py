@@ -52,8 +52,8 @@ def node_status(node: NodeCore, roles: Roles, waits: Iterable[str]) -> NodeStatu
 
 
 def _dealers(primary: Primary) -> Dealers | None:
-    """Returns the dealers of the epoch at work. None: the task deals no pieces, or the epoch is closed, and the queue's
-    ledger gets its pieces.
+    """Returns the dealers of the epoch at work; None: the task deals no pieces, or the epoch is closed, and the queue's
+    ledger counts its pieces.
     """
     attempt = primary.attempt
     return None if attempt is None or attempt.activity.closed else attempt.dealers

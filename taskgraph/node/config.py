@@ -18,7 +18,8 @@ class NodeConfig:
     """The configuration of a node's process. It travels through a pipe, not on a command line: it has the token.
 
     Attributes:
-        etcd: endpoints of etcd; tls: further arguments of `EtcdCoordinator.connect`.
+        etcd: endpoints of etcd.
+        tls: further arguments of `EtcdCoordinator.connect`.
         token: the job's token, hex.
         sockets: a private directory for unix sockets, or "" for none.
         listening: the address for other hosts.

@@ -71,7 +71,7 @@ _PING_INTERVAL_MS = 1_000
 
 
 class ControlledNode(TracedNode, Protocol):
-    """The interface of a node that the service needs."""
+    """What the control service uses of a node."""
 
     def status(self) -> NodeStatus: ...
     def drain(self, why: str) -> None: ...

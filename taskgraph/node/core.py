@@ -187,7 +187,7 @@ class NodeCore:
     # -- etcd -------------------------------------------------------------------------------------
 
     def writer(self) -> str:
-        """Returns a unique name for one write."""
+        """Returns a unique name for one write, by which a later read recognizes the value as this write's."""
         return f"{self.id}:{next(self._write_numbers)}"
 
     async def retry_until_answered(self, call: Callable[[], Awaitable[T]]) -> T | None:
@@ -295,7 +295,7 @@ class NodeCore:
         self.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
 
     def end_with(self, error: TaskGraphError, ran: tuple[RunningCode, ...] = ()) -> None:
-        """Begins to end this node with an error, since it cannot go on.
+        """Begins to end this node with an error, since it cannot go on. Only the first call counts.
 
         Args:
             ran: the code that caused this, if it may end other nodes, too: then this end counts as a death.

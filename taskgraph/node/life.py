@@ -19,7 +19,7 @@ from taskgraph.node.membership.arithmetic import describe_arithmetic
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.usercode import lastwords
-from taskgraph.node.usercode.forks import kept_from_children
+from taskgraph.node.usercode.forks import ending_forked_children
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
@@ -90,7 +90,7 @@ class NodeLife(NodeCore):
     # -- what runs here ---------------------------------------------------------------------------
 
     def services(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """Returns coroutines, by name, that run until the node leaves."""
+        """Returns {name: coroutine} of further services, which run until the node leaves."""
         raise NotImplementedError
 
     def status(self) -> NodeStatus:
@@ -122,13 +122,13 @@ class NodeLife(NodeCore):
         """Stops the parts that begin new work; called before all work on this node is ended."""
 
     async def end_parts(self) -> None:
-        """Ends the parts that are left; called once all asyncio tasks here have ended."""
+        """Ends what is left, such as replicas; called once all asyncio tasks here have ended."""
 
     def close_threads(self) -> None:
         self.threads.close()
 
     def code_at_work(self) -> tuple[RunningCode, ...]:
-        """Returns the user code to name if the node was ended by unknown user code."""
+        """Returns the user code that may be to blame, if code of an unknown task ended the node."""
         return ()
 
     # -- life -------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class NodeLife(NodeCore):
                 return  # the order to leave came before it was registered
             try:
                 self.registration.check_reach()
-                with kept_from_children():
+                with ending_forked_children():
                     await self._live()
             finally:
                 await self.registration.leave()
@@ -172,7 +172,7 @@ class NodeLife(NodeCore):
                 services = [
                     self._child(group, self.keeper.run(), "view"),
                     self._child(group, self.registration.run(), "lease"),
-                    self._child(group, self.suspicion.watch_absent(), "absent nodes"),
+                    self._child(group, self.suspicion.declare_absent_gone(), "absent nodes"),
                     self._child(group, self.suspicion.ended_leases.watch(), "leases"),
                     *(self._child(group, work, name) for name, work in self.services().items()),
                 ]

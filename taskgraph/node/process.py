@@ -124,9 +124,9 @@ async def run_node(config: NodeConfig, lost_output: DroppingOutput | None = None
 
 @asynccontextmanager
 async def _connected(config: NodeConfig) -> AsyncIterator[Coordinator]:
-    """Connects to etcd, or to what takes its place, for a block.
+    """Connects to etcd, or to a coordinator in its place, for a block.
 
-    A launched node waits if that does not answer, since its launcher has reached it.
+    A launched node waits until it answers, since its launcher has reached it.
 
     Raises:
         CoordinationError: etcd refuses; or it does not answer a node without a launcher, whose address may be wrong.
@@ -296,7 +296,7 @@ async def _run(
 
 
 def _is_over(view: JobView) -> bool:
-    """True if the job is known to need no nodes."""
+    """True if the view shows that the job needs no nodes any longer: it is over, or replaced."""
     return view.superseded or (view.revision > 0 and not view.has_work)
 
 

@@ -34,7 +34,7 @@ _REST_S = 1.0
 
 
 class Reconciler:
-    """Compares the roles of one node with its view, and begins and ends roles."""
+    """Compares the roles of one node with its view, and begins and ends roles and takeovers."""
 
     def __init__(
         self,

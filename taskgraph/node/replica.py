@@ -80,7 +80,7 @@ def _reserved_error(task: Task, where: str, name: str) -> JobError:
 
 
 class Replica:
-    """A task's replica. It also has what the attempts of its task need: `router`, `job`, `topology`, ..."""
+    """A task's replica on this node, with what the attempts of its task need: `router`, `job`, `topology`, ..."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class Replica:
         self.graph: Graph | None = None
         """The last composed graph, if the next epoch may compose the same."""
         self.constant_graph: Graph | None = None
-        """The graph of every epoch of this attempt, once known: see `Attempt._compose`."""
+        """The graph of every epoch until the next restart, once known: see `Attempt._compose`."""
         self.graph_may_be_constant = False
-        """True if `constant_graph` may become known in this attempt."""
+        """True if `constant_graph` may become known before the next restart."""
         self.kept_results = KeptResults()
         self.queue_rates: dict[str, Rate] = {}
         self.late_calls: set[asyncio.Task[None]] = set()
@@ -130,7 +130,7 @@ class Replica:
 
     @property
     def late_names(self) -> frozenset[str]:
-        """The names of `late_calls`, as `Actor.running` has them."""
+        """The names (`RunningCall.where`) of calls for pieces that an epoch went on without, and that still run."""
         return frozenset(call.get_name() for call in self.late_calls)
 
     @property
@@ -267,7 +267,7 @@ class Replica:
             )
 
         if _is_small_snapshot(task, shape):
-            return await self.actor.call_on_loop("snapshot", encode_state)
+            return await self.actor.call_framework_on_loop("snapshot", encode_state)
         return await self.actor.call("snapshot", encode_state)
 
     async def copy_to_host(self, snapshot: Snapshot) -> Snapshot:
@@ -306,7 +306,7 @@ class Replica:
         self.previous = await self.actor.call("restore", put)
 
     def set_committed_epoch(self, epoch: int) -> None:
-        """Makes `epoch` the committed one: frees earlier boundaries, and takes over the reports in them."""
+        """Makes boundary `epoch` the committed one: frees earlier boundaries, and keeps the reports in them."""
         passed = self.boundaries.committing_at(epoch) if self.task == 0 else ()
         if self.boundaries.read_epoch(epoch) is not None:
             for boundary in passed:
@@ -335,7 +335,7 @@ class Replica:
         return partial(add_reports, value, log) if log else lambda: value
 
     async def with_reports(self, value: Encoded, rows: dict[int, PlainRows]) -> Encoded:
-        """Returns the boundary, which had no reports, with these added."""
+        """Returns the boundary with these reports in place of those that it has; a large one is made in a thread."""
         add = partial(add_reports, value, rows)
         return add() if value.size_bytes <= _SMALL_BYTES else await self.actor.call("reports", add, alone=False)
 
@@ -358,7 +358,7 @@ class Replica:
         return await self.actor.call("arrival", read, alone=False)
 
     async def state_in(self, boundary: Boundary) -> Any:
-        """Decodes the state in a boundary for the task's code, which may write to it."""
+        """Decodes the state in a boundary, with the shared state, for the task's code, which may write to it."""
         read = partial(decode_boundary, boundary, writable=True, device=self.device)
         size = boundary.value.size_bytes + (boundary.shared.size_bytes if boundary.shared is not None else 0)
         if self.device is None and size <= _SMALL_BYTES:
@@ -366,7 +366,7 @@ class Replica:
         return (await self.actor.call("arrival", read, alone=False))["state"]
 
     async def shared_in(self, boundary: Boundary) -> Encoded:
-        """Returns the shared state of a boundary, for another task that has the same."""
+        """Returns the shared state of a boundary, encoded, for another task that shares it."""
         read = partial(shared_in, boundary, self.shape.shared, self.device)
         if self.device is None:
             return await self.in_thread_if_large(read, boundary.value.size_bytes)

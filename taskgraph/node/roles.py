@@ -58,7 +58,7 @@ class Roles:
         """Starts a primary after its takeover succeeded. It works until the view shows another primary."""
         task = primary.task
         self.primaries[task] = primary
-        self._node.sharing.primaries = len(self.primaries)
+        self._node.epoch_memory.primaries = len(self.primaries)
         if task == 0:  # before its first boundary, which carries all reports
             self._lead(primary)
         run = self.runs[task] = self._node.own(self._run_primary(primary), f"primary of task {task}")
@@ -96,7 +96,7 @@ class Roles:
     def step_down(self, task: int) -> None:
         """Ends the term of this node's primary of a task, since the view shows another primary."""
         primary = self.primaries.pop(task)
-        self._node.sharing.primaries = len(self.primaries)
+        self._node.epoch_memory.primaries = len(self.primaries)
         if task == 0:
             self._stop_leading()
         run = self.runs.get(task)
@@ -167,7 +167,7 @@ class Roles:
             await self._node.fail_set_up(error, replica.task)
 
     def release(self, message: Release) -> None:
-        """Handles a primary's message that it no longer needs this node's boundaries."""
+        """Handles a primary's message that it no longer needs this node's boundaries: the reconciler may drop them."""
         replica = self.replicas.get(message.task)
         if replica is not None:
             replica.release(message.term, message.invitation)

@@ -107,7 +107,7 @@ class Router:
         return None if known is None else known[1]
 
     def keep_only(self, nodes: set[str]) -> None:
-        """Drops the addresses of all other nodes, which get no more calls."""
+        """Drops the addresses of all nodes but these: others get no more calls."""
         self._addresses = {node: known for node, known in self._addresses.items() if node in nodes}
 
     async def to_primary(self, task: int, message: Callable[[], Call], *, timeout_s: float | None = None) -> Reply:
@@ -135,7 +135,7 @@ class Router:
             await self._wait_for_next_try(task, revision, backoff.next_pause_s())
 
     def begin(self, task: int, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
-        """Tries once to call the primary of `task`, if that needs no waiting; otherwise None.
+        """Calls the primary of `task` once, if that needs no waiting; otherwise returns None.
 
         Args:
             quiet: the call gets no reply if it is accepted at once (see `Transport.call_now`).
@@ -152,7 +152,7 @@ class Router:
             return None
 
     def begin_all(self, task: int, pull: Pull) -> list[asyncio.Future[Reply]] | None:
-        """Does as `begin` for each epoch of a pull, in one frame. None if the transport cannot do that."""
+        """Does as `begin` for each epoch of a pull, in one frame. None: it needs waiting, or the transport cannot."""
         primary = self._keeper.view.primaries.get(task)
         peer = self.peer(primary.record.node) if primary else None
         if primary is None or peer is None:
@@ -168,7 +168,7 @@ class Router:
         return calls
 
     def begin_at(self, node: str, message: Call) -> asyncio.Future[Reply] | None:
-        """Tries once to call a node, if that needs no waiting; else None. The call is cancelled if its lease ends."""
+        """Calls a node once, if that needs no waiting; else returns None. The node's end of lease cancels the call."""
         peer = self.peer(node)
         if peer is None or node not in self._keeper.view.nodes:
             return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NotRequired, Unpack
 
 from taskgraph.checkpoint.places import Place
 from taskgraph.errors import TaskGraphError
-from taskgraph.node.epochs.sharing import Sharing
+from taskgraph.node.epochs.epoch_memory import EpochMemory
 from taskgraph.node.life import LifeArguments, NodeLife
 from taskgraph.node.membership.deviceloss import DeviceLoss
 from taskgraph.node.membership.failed_setups import FailedSetUps
@@ -39,7 +39,7 @@ class NodeServices(NodeLife):
     Attributes:
         replicas: task -> the replica on this node. Filled by `Roles`.
         leader: the leader's role, if this node leads. Set by `Roles`.
-        sharing: divides the memory for uncommitted epochs among the primaries here.
+        epoch_memory: divides the memory for uncommitted epochs among the primaries here.
         failed_set_ups: decides whether a failed set-up ends the node. Set by `Node`.
         emitted_unsaved: events about attributes outside of snapshots (`UnsavedStateCheck`), once for a class.
     """
@@ -52,7 +52,7 @@ class NodeServices(NodeLife):
         super().__init__(**core)
         self.replicas: dict[int, Replica] = {}
         self.leader: LeaderInterface | None = None
-        self.sharing = Sharing()
+        self.epoch_memory = EpochMemory()
         self.emitted_unsaved: set[str] = set()
         self.placement = Placement(self)
         self.commit_interval = CommitInterval(self)
@@ -83,7 +83,7 @@ class NodeServices(NodeLife):
         also: str | None = ""
         if task is not None:
             error, task, epoch = self.device_loss.root_error(error, task, epoch)
-            also = self.device_loss.why_fail(error, task, epoch or 0)
+            also = self.device_loss.leave_or_explain(error, task, epoch or 0)
         return also is not None and await self.fail_with(error, task, epoch, fences, also, finished=finished)
 
     async def fail_set_up(self, error: UserCodeError | TaskGraphError, task: int) -> None:

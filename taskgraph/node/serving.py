@@ -207,11 +207,11 @@ class Serving:
             case Flag():
                 attempt = await self._wait_for_attempt(message.task, message.stamp, message.sender, message.sender_term)
                 await attempt.wait_until_composed()
-                return await attempt.mailbox.take_flag(message)
+                return await attempt.messenger.take_flag(message)
             case Request():
                 attempt = await self._wait_for_attempt(message.task, message.stamp, message.sender, message.sender_term)
                 await attempt.wait_until_composed()
-                return await attempt.mailbox.take_request(message)
+                return await attempt.messenger.take_request(message)
             case Offer() | Offers():
                 return await self._take_offer(peer, message)
             case Release():

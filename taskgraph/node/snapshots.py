@@ -40,9 +40,9 @@ class Snapshot:
     """A task's state after an epoch, encoded.
 
     Attributes:
-        value: as in `Boundary.value`.
-        shared: as in `Boundary.shared`.
-        digest: of the shared state; empty without any.
+        value: the state; without the shared state if another task keeps that.
+        shared: the shared state that `value` leaves out; None: it leaves out none.
+        digest: of the shared state; b"": the task has none.
     """
 
     value: Encoded
@@ -94,7 +94,7 @@ def encode_snapshot(
 
     Args:
         shared: the names of shared state.
-        keeps: the task keeps the shared state for all.
+        keeps: the task keeps the shared state for all: "state" contains it.
         on_device: the task may have arrays on a device.
         stays: copies device memory on the device only.
 
@@ -159,7 +159,7 @@ def decode_boundary(boundary: Boundary, *, writable: bool = False, device: Devic
 
 
 def shared_digest(boundary: Boundary) -> bytes:
-    """Returns the digest of the shared state of a boundary; empty if it is not known."""
+    """Returns the digest of the shared state of a boundary; b"": it is not known."""
     if boundary.shared is not None:
         return boundary.shared.digest
     digest: bytes = decode(boundary.value).get("shared", b"")

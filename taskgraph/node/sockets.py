@@ -30,7 +30,7 @@ class SocketListener(Protocol):
 
 
 async def keep_sockets(folder: Path, listeners: tuple[SocketListener, ...], events: EventLog) -> None:
-    """Watches the services' socket files in the node's own folder, and lets services listen again if they vanished."""
+    """Watches the services' socket files in the node's own folder; if they vanish, makes the services listen again."""
     emitted, held = "", list[int]()
     what = f"the sockets of nodes in {folder.parent} were removed, as a cleaner of temporary files does"
     try:
@@ -44,7 +44,7 @@ async def keep_sockets(folder: Path, listeners: tuple[SocketListener, ...], even
                     held.append(file)
                 for listener in gone:
                     await listener.listen_anew()
-                lastwords.restart(folder)
+                lastwords.recreate_file(folder)
             except (OSError, TransportError) as error:
                 if emitted != (emitted := str(error)):
                     events.emit("sockets", f"{what}, and nothing can connect to them: {error}")

@@ -21,7 +21,7 @@ spans."""
 
 
 class TracedNode(Protocol):
-    """The part of a node that a trace reads: the committed epoch, and the latest that a task here began; -1: none."""
+    """What a trace reads of a node: the epoch at work, and the latest that a task here has begun; -1: none."""
 
     tracing: Tracing
 

@@ -57,9 +57,7 @@ class EtcdWrites:
         return result.revision if result is not None else None
 
     async def execute(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
-        """Does as `transact`, but returns etcd's result. It has no reads if etcd's answer was lost; None: comparisons
-        failed.
-        """
+        """Does as `transact`, but returns etcd's result; it lacks the reads if the answer of a write was lost."""
         since = self._coordinator.now()
         try:
             result = await self._coordinator.txn(txn)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from taskgraph.epoch import Epoch, QueueState, ask_service, service_ids
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.compose import name_of
-from taskgraph.queues.computing import Computing, MapOf
+from taskgraph.queues.computing import DeclaredMap, MapComputation
 from taskgraph.queues.queue import service_title
 from taskgraph.results import Failed
 from taskgraph.sources.reading import as_source
@@ -50,26 +50,26 @@ def map_pieces(epoch: Epoch, call: MapCall, job: Job) -> None:
     epoch.processor(last, inbound=results, name=name_of(then))
 
 
-def _check_map(epoch: Epoch, call: MapCall, job: Job, place: str) -> MapOf:
-    """Checks the arguments of a map, and returns them as the map. Raises GraphError if one is wrong."""
+def _check_map(epoch: Epoch, call: MapCall, job: Job, place: str) -> DeclaredMap:
+    """Checks the arguments of a map, and returns them with its source and dealer. Raises GraphError if one is wrong."""
     tag, pieces, value, then, upto = call
     if not callable(value) or not (then is None or callable(then)):
         raise GraphError(f"{place}: value and then are functions: value(epoch, piece), then(epoch, ins)")
     if upto is not None and (not isinstance(upto, int) or upto < 1):
         raise GraphError(f"{place}: upto={upto!r}: a number of pieces, 1 at least; None for all that the pass has left")
     if not isinstance(pieces, str):
-        return MapOf(tag, "", as_source(pieces).pieces(), None, 0, upto, value, _is_async(value))
+        return DeclaredMap(tag, "", as_source(pieces).pieces(), None, 0, upto, value, _is_async(value))
     source = job.queues.get(pieces)
     if source is None:
         raise GraphError(
             f"{place}: the job has no queue {pieces!r}: name it, tg.Job(queues={{{pieces!r}: tg.WorkQueue(...)}})"
         )
     (dealer,) = service_ids(epoch, service_title(pieces))
-    return MapOf(tag, pieces, (), source, dealer, upto, value, _is_async(value))
+    return DeclaredMap(tag, pieces, (), source, dealer, upto, value, _is_async(value))
 
 
 def queue_state(epoch: Epoch, name: str) -> QueueState:
-    """Asks the dealer how far a queue is before this epoch, and returns that; in the `then` of its map: after it."""
+    """Returns how far a queue is: before this epoch, as its service says; in the `then` of its map, after it."""
     known = epoch.queues if isinstance(epoch, _ThenEpoch) else {}
     if name in known:
         return known[name]
@@ -103,9 +103,9 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(called)
 
 
-async def _compute(it: MapOf, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+async def _compute(it: DeclaredMap, epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
     """The processor of a map: asks for pieces, computes them, and puts its results."""
-    await Computing(it, epoch).run(outs)
+    await MapComputation(it, epoch).run(outs)
 
 
 # -- the results --------------------------------------------------------------------------------------
@@ -133,19 +133,19 @@ def _do_nothing(epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
     """Does nothing: the sync point of task 0 if no task wants the results."""
 
 
-def _then(it: MapOf, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
+def _then(it: DeclaredMap, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs) -> None:
     """The sync point after a map: calls the user's `then`."""
     then(_then_epoch(it, epoch, ins), ins)
 
 
 async def _then_async(
-    it: MapOf, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs
+    it: DeclaredMap, then: Callable[[Epoch, Inputs], Any], epoch: Epoch, ins: Inputs, outs: Outputs
 ) -> None:
     """As `_then`, if the user's `then` is an `async def`."""
     await then(_then_epoch(it, epoch, ins), ins)
 
 
-def _then_epoch(it: MapOf, epoch: Epoch, ins: Inputs) -> Epoch:
+def _then_epoch(it: DeclaredMap, epoch: Epoch, ins: Inputs) -> Epoch:
     """Returns the epoch for the user's `then`, which knows how far the queue of the map is."""
     if not it.queue:
         return epoch

@@ -1,7 +1,7 @@
 """The compute of a map's own processor: asks for pieces, computes them, and puts their results.
 
-A call of user code does all that: a thread, or a coroutine if `value` is one. Beside it, on the event loop, `Computing`
-watches for a piece that takes long:
+A call of user code does all that: a thread, or a coroutine if `value` is one. Beside it, on the event loop,
+`MapComputation` watches for a piece that takes long:
 
     the same piece for `_LOOK_S`          the task gives its other pieces back, and asks for the end only
     the piece ends after all              the call asks for pieces again
@@ -37,18 +37,20 @@ if TYPE_CHECKING:
     from taskgraph.epoch import Reply, Work
     from taskgraph.queues.queue import WorkQueue
 
-__all__ = ["Computing", "MapOf"]
+__all__ = ["DeclaredMap", "MapComputation"]
 
 _LOOK_S: Final = 0.1
 """A piece that takes longer is watched: a task has 40 ms of work at a time, or one long piece."""
 
 
-class MapOf(NamedTuple):
-    """One call of `epoch.map`.
+class DeclaredMap(NamedTuple):
+    """One call of `epoch.map`, whose arguments were checked.
 
     Attributes:
         queue: the name of the queue; "": the pieces are `values`.
+        source: the queue; None: there is none.
         dealer: the task that deals.
+        upto: how many pieces an epoch computes; None: all values, or all that the queue's pass has left.
         value_is_async: `value` is an `async def`.
     """
 
@@ -67,18 +69,18 @@ class MapOf(NamedTuple):
             _ = self.source.pieces
 
 
-class Computing:
-    """The compute of one task in one attempt: a call, in which user code runs, and what watches it on the loop.
+class MapComputation:
+    """Computes pieces of a map on one task in one attempt: by a call of user code, which it watches on the event loop.
 
     The call has the lock, but not while it is in `value`. With the lock, the loop may use `share`, `asked` and `at`.
 
     Attributes:
         asked: the ask that the call waits for.
         at: the piece that was begun last; None: the call computes none, or no further one.
-        left: the epoch goes on without the call.
+        left: the epoch has gone on without the call.
     """
 
-    def __init__(self, it: MapOf, epoch: Epoch) -> None:
+    def __init__(self, it: DeclaredMap, epoch: Epoch) -> None:
         work = epoch._work
         self.it, self.epoch, self._work = it, epoch, work
         self.share = TaskPieces(work.kept_results(it.tag), work.node_name)
@@ -94,7 +96,7 @@ class Computing:
         it = self.it
         if it.source is not None:
             await self._work.run_in_thread(it.find_pieces)
-        while self._work.late and self.share.last is None:
+        while self._work.late_calls and self.share.last is None:
             await self._wait_idle()
         if self.share.last is None:
             await self._watched(partial(_compute_async if it.value_is_async else _compute, self, outs))
@@ -106,7 +108,7 @@ class Computing:
     async def _wait_idle(self) -> None:
         """Waits, without computing, for the end of all pieces, or of a late call of this task."""
         asked = reply_future(self.send_ask(idle=True))
-        waits: list[asyncio.Future[Any]] = [asked, *self._work.late]
+        waits: list[asyncio.Future[Any]] = [asked, *self._work.late_calls]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
             self.take_answer(decode(asked.result()))
@@ -166,7 +168,7 @@ class Computing:
         self.pieces_work.close()
         if self.it.value_is_async:
             call.cancel()
-        self._work.leave(call)
+        self._work.go_on_without(call)
 
     def send_ask(self, *, late: Todo | None = None, idle: bool = False) -> Reply:
         """Sends the ask that `TaskPieces.ask` makes to the dealer, and returns the reply to wait for."""
@@ -198,7 +200,7 @@ class Computing:
 # -- the call -----------------------------------------------------------------------------------------
 
 
-def _compute(of: Computing, outs: Outputs) -> None:
+def _compute(of: MapComputation, outs: Outputs) -> None:
     """Computes pieces until all are finished, then puts the results, unless the epoch went on without the call."""
     share = of.share
     with of.lock:
@@ -216,7 +218,7 @@ def _compute(of: Computing, outs: Outputs) -> None:
     _send_and_put(of, outs)
 
 
-async def _compute_async(of: Computing, outs: Outputs) -> None:
+async def _compute_async(of: MapComputation, outs: Outputs) -> None:
     """As `_compute`, if `value` is an `async def`."""
     share = of.share
     with of.lock:
@@ -234,7 +236,7 @@ async def _compute_async(of: Computing, outs: Outputs) -> None:
     await _send_and_put_async(of, outs)
 
 
-def _compute_piece(of: Computing, todo: Todo) -> None:
+def _compute_piece(of: MapComputation, todo: Todo) -> None:
     """Computes one piece, without the lock, and notes its result, unless the epoch went on without the call."""
     began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
     result: Result | str
@@ -250,7 +252,7 @@ def _compute_piece(of: Computing, todo: Todo) -> None:
         of.note_result(todo, result, of.clock() - began, epoch)
 
 
-async def _compute_piece_async(of: Computing, todo: Todo) -> None:
+async def _compute_piece_async(of: MapComputation, todo: Todo) -> None:
     """As `_compute_piece`, if `value` is an `async def`."""
     began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
     result: Result | str
@@ -266,13 +268,13 @@ async def _compute_piece_async(of: Computing, todo: Todo) -> None:
         of.note_result(todo, result, of.clock() - began, epoch)
 
 
-def _value(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
+def _value(it: DeclaredMap, epoch: PieceEpoch, todo: Todo) -> Result:
     """Calls the user's `value` with a piece, and returns the result."""
     given, rows = _content(it, epoch, todo)
     return result_of(it.value(epoch, given), rows, epoch, _name_result(it, todo))
 
 
-async def _value_async(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
+async def _value_async(it: DeclaredMap, epoch: PieceEpoch, todo: Todo) -> Result:
     """As `_value`, if that is an `async def`; the piece is read in a thread."""
     found: list[tuple[Any, int]] = []
     if it.source is None:
@@ -283,19 +285,19 @@ async def _value_async(it: MapOf, epoch: PieceEpoch, todo: Todo) -> Result:
     return result_of(await it.value(epoch, given), rows, epoch, _name_result(it, todo))
 
 
-def _name_result(it: MapOf, todo: Todo) -> str:
+def _name_result(it: DeclaredMap, todo: Todo) -> str:
     """Names the result of a piece, for messages."""
     return f"the result of piece {todo.piece} of {it.queue or it.tag!r}"
 
 
-def _piece_epoch(of: Computing, work: PieceWork, todo: Todo) -> PieceEpoch:
+def _piece_epoch(of: MapComputation, work: PieceWork, todo: Todo) -> PieceEpoch:
     """Returns the epoch that user code gets for a piece."""
     it = of.it
     pieces = f"{it.tag}/{work.number}" if it.source is None else f"{it.queue}/{todo.pass_number}"
     return PieceEpoch(cast("Work", work), of.epoch._where, f"piece/{pieces}/{todo.piece}")
 
 
-def _content(it: MapOf, epoch: PieceEpoch, todo: Todo) -> tuple[Any, int]:
+def _content(it: DeclaredMap, epoch: PieceEpoch, todo: Todo) -> tuple[Any, int]:
     """Returns what user code gets for a piece, and how many rows it has."""
     if it.source is None:
         return it.values[todo.piece], 1
@@ -307,7 +309,7 @@ def _content(it: MapOf, epoch: PieceEpoch, todo: Todo) -> tuple[Any, int]:
 # -- the end ------------------------------------------------------------------------------------------
 
 
-def _send_and_put(of: Computing, outs: Outputs) -> None:
+def _send_and_put(of: MapComputation, outs: Outputs) -> None:
     """Ends the map: computes lost results again, sends pushes and counts, waits for replies, and puts the results."""
     it, epoch, share = of.it, of.epoch, of.share
     for todo in _lost_results(share):
@@ -317,7 +319,7 @@ def _send_and_put(of: Computing, outs: Outputs) -> None:
     _put_results(it, share, outs)
 
 
-async def _send_and_put_async(of: Computing, outs: Outputs) -> None:
+async def _send_and_put_async(of: MapComputation, outs: Outputs) -> None:
     """As `_send_and_put`, if `value` is an `async def`."""
     it, epoch, share = of.it, of.epoch, of.share
     for todo in _lost_results(share):
@@ -334,7 +336,7 @@ def _lost_results(share: TaskPieces) -> list[Todo]:
     return [Todo(row[0], row[1], row[2], 0) for row in rows if row[0] not in share.results]
 
 
-def _send_with_results(it: MapOf, epoch: Epoch, share: TaskPieces) -> list[Reply]:
+def _send_with_results(it: DeclaredMap, epoch: Epoch, share: TaskPieces) -> list[Reply]:
     """Sends the pushes of the results that this task puts, and tells the dealer which pieces are done or set aside.
 
     Returns the replies to wait for.
@@ -357,7 +359,7 @@ def _send_with_results(it: MapOf, epoch: Epoch, share: TaskPieces) -> list[Reply
     return replies
 
 
-def _put_results(it: MapOf, share: TaskPieces, outs: Outputs) -> None:
+def _put_results(it: DeclaredMap, share: TaskPieces, outs: Outputs) -> None:
     """Puts the results that count, with the pieces set aside and how many the queue has left."""
     last = share.last
     assert last is not None

@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     """What an epoch computes: the same in every attempt, as it depends on the committed ledger alone.
 
     Attributes:
-        pieces: (pass, piece) of each, in the order in which they are dealt. They are known by their place in it.
+        pieces: (pass, piece) of each, in the order in which they are dealt. They are known by their place there.
         attempts, on_error, straggler: as in `QueueLedger`.
         left: pieces of the queue that are left after this epoch.
         over: the queue is over after this epoch.

@@ -86,8 +86,8 @@ class WorkQueue:
         _ = self.pieces
         return self._digest
 
-    def _found(self) -> tuple[int, str]:
-        """Finds the pieces. Returns how many there are, and their digest."""
+    def _count_and_digest(self) -> tuple[int, str]:
+        """Returns how many pieces there are, and their digest. To find them may take long."""
         return len(self.pieces), self.pieces_digest
 
     def ledger(self, pieces: int, seed: int) -> QueueLedger:
@@ -95,5 +95,5 @@ class WorkQueue:
         return QueueLedger(pieces, seed=seed, **self._options)
 
     def service(self, name: str, tasks: int) -> Service:
-        """Returns the service that has the ledger."""
-        return Service(service_title(name), 1, lambda index: QueueTask(self._found, self.ledger, name))
+        """Returns the service that has the ledger of this queue, in a job that calls the queue `name`."""
+        return Service(service_title(name), 1, lambda index: QueueTask(self._count_and_digest, self.ledger, name))

@@ -60,7 +60,7 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
         return self.begin(self.pieces, seed) if self.ledger_state is None else QueueLedger.of(self.ledger_state)
 
     def plan(self, upto: int | None, seed: int) -> Plan:
-        """Returns the pieces of the epoch at work."""
+        """Returns the plan of the epoch at work: its next `upto` pieces; None: the rest of the pass."""
         return plan_of(self.ledger(seed), upto)
 
     @handles("count")

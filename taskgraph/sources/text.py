@@ -88,7 +88,7 @@ def check_count(size: int, call: str) -> int:
 
 
 def skip_byte_order_mark(file: IO[bytes]) -> int:
-    """Reads the mark that some editors put before UTF-8 text, if there is one. Returns the position behind it."""
+    """Reads the mark that some editors put before UTF-8 text, if there is one. Returns where the text begins."""
     return len(_MARK) if file.read(len(_MARK)) == _MARK else file.seek(0)
 
 

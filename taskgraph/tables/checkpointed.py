@@ -93,7 +93,7 @@ def _live_rows(captured: Mapping[str, Any]) -> tuple[Ids, NDArray[Any]]:
 
 
 def _captured(kept: CheckpointStore, manifest: Manifest, table: str) -> Iterator[Mapping[str, Any]]:
-    """Yields what each server of the table captured; in an elastic job, what every worker has."""
+    """Yields what `store_of` takes, from the file of each server of the table; an elastic job has one for all rows."""
     if tasks := manifest.tasks_of(f"{_TABLE}{table}"):
         for task in tasks:
             yield _content(kept, manifest, task)["state"]

@@ -54,11 +54,11 @@ class _OpenTable(EpochTable):
         if _on_loop():
             raise TableError(f"table {self._name!r}: pull() would block the event loop: write `await table.apull(ids)`")
         asked = self._ask_rows(ids)
-        return asked.joined([reply.wait() for reply in asked.replies])
+        return asked.join([reply.wait() for reply in asked.replies])
 
     async def apull(self, ids: ArrayLike | None = None) -> Array:
         asked = self._ask_rows(ids)
-        return asked.joined([await reply for reply in asked.replies])
+        return asked.join([await reply for reply in asked.replies])
 
     def push(self, ids: ArrayLike | None, gradients: ArrayLike) -> None:
         what = self._checked_place("push")
@@ -111,14 +111,14 @@ class _OpenTable(EpochTable):
             replies.append(ask_service(self._epoch, server, "push", payload))
         return replies
 
-    def _ask_rows(self, ids: ArrayLike | None) -> _Asked:
+    def _ask_rows(self, ids: ArrayLike | None) -> _PendingPull:
         """Asks the servers for the rows of ids, each once."""
         what = self._checked_place("pull")
         unique, place = np.unique(self._ids(ids, what), return_inverse=True)
         shares = self._shares(unique)
         replies = [ask_service(self._epoch, server, "pull", unique[mine]) for server, mine in shares]
         rows = np.empty((len(unique), self._table.width), self._table.numpy_dtype)
-        return _Asked(rows, place, [mine for _, mine in shares], replies)
+        return _PendingPull(rows, place, [mine for _, mine in shares], replies)
 
     def _ids(self, ids: ArrayLike | None, what: str) -> Ids:
         """Returns ids as an array; all of a table with `rows` for None. Raises TableError if they are wrong."""
@@ -149,15 +149,21 @@ class _OpenTable(EpochTable):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A pull that waits for its replies, and which of the rows each server sends."""
+class _PendingPull:
+    """A pull that waits for its replies.
+
+    Attributes:
+        rows: to be filled, each once.
+        place: where in `rows` each id asked for is.
+        shares: of each server asked, the places of its rows.
+    """
 
     rows: Array
     place: Ids
     shares: list[Ids]
     replies: list[Reply]
 
-    def joined(self, answers: Sequence[Array]) -> Array:
+    def join(self, answers: Sequence[Array]) -> Array:
         """Puts the answers of the servers together, and returns the rows in the order of the ids asked for."""
         for mine, answer in zip(self.shares, answers, strict=True):
             self.rows[mine] = answer

@@ -48,7 +48,7 @@ class Layout:
         return cls(fields, sum(dtype.itemsize * max(1, width) for dtype, width in fields.values()))
 
     def empty(self, name: str, count: int) -> Array:
-        """Makes an array of `count` rows, with any values."""
+        """Makes the array `name` for `count` rows; its values are not set."""
         dtype, width = self.fields[name]
         return np.empty((count, width) if width else count, dtype)
 

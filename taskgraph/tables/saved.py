@@ -41,8 +41,8 @@ def write_table(url: str, ids: Ids, rows: NDArray[Any]) -> None:
         TableError: the URL names no place, pyarrow is not installed, or there are too many columns.
         OSError: the file cannot be written.
     """
-    place, name = _place(url, "save")
-    arrow = _arrow("save")
+    place, name = _open_folder_of(url, "save")
+    arrow = _import_pyarrow("save")
     if rows.shape[1] > _MOST_COLUMNS:
         raise TableError(f"save({url!r}): {rows.shape[1]} columns are too many for a Parquet file")
     order = np.argsort(ids)
@@ -70,8 +70,8 @@ def read_table(url: str, name: str | None = None) -> DataFrame:
     """
     if name is not None:
         return _read_from_job(url, name)
-    place, file = _place(url, "read_table")
-    arrow = _arrow("read_table")
+    place, file = _open_folder_of(url, "read_table")
+    arrow = _import_pyarrow("read_table")
     try:
         found = arrow.parquet.read_table(arrow.BufferReader(place.read(file, _LARGEST_BYTES)))
         frame = found.to_pandas()
@@ -95,7 +95,7 @@ def _read_from_job(url: str, name: str) -> DataFrame:
         from pandas import DataFrame, Index
     except ImportError:
         raise TableError("read_table needs pandas: pip install pandas") from None
-    folder, _, last = _whole(url, "read_table", "a job's folder").rstrip("/").rpartition("/")
+    folder, _, last = _absolute_url(url, "read_table", "a job's folder").rstrip("/").rpartition("/")
     which = CheckpointName.parse(last)
     if which is not None:
         folder, _, last = folder.rpartition("/")
@@ -105,20 +105,20 @@ def _read_from_job(url: str, name: str) -> DataFrame:
 
 def check_saving(url: str) -> None:
     """Raises TableError if the URL names no place for a file, or pyarrow is missing; before rows are asked for."""
-    _place(url, "save")
-    _arrow("save")
+    _open_folder_of(url, "save")
+    _import_pyarrow("save")
 
 
-def _place(url: str, call: str) -> tuple[Place, str]:
+def _open_folder_of(url: str, call: str) -> tuple[Place, str]:
     """Returns the folder that a file is in, opened, and the file's name. Raises TableError if the URL names no file."""
-    folder, _, name = _whole(url, call, "a file").rpartition("/")
+    folder, _, name = _absolute_url(url, call, "a file").rpartition("/")
     if not name:
         raise TableError(f"{call}({url!r}): must be the path or the URL of a file, not of a folder")
     return _open(folder, f"{call}({url!r})"), name
 
 
-def _whole(url: str, call: str, what: str) -> str:
-    """Returns a URL as given, a path made absolute. Raises TableError if `url` is neither; `what` it should name."""
+def _absolute_url(url: str, call: str, what: str) -> str:
+    """Returns a URL as given, or a path made absolute. Raises TableError, which says that `url` must name `what`."""
     try:
         path = os.fspath(url)
     except TypeError:
@@ -137,7 +137,7 @@ def _open(folder: str, call: str) -> Place:
         raise TableError(f"{call}: {why}") from None
 
 
-def _arrow(call: str) -> Any:
+def _import_pyarrow(call: str) -> Any:
     """Imports pyarrow, and returns it. Raises TableError if it is not installed."""
     try:
         import pyarrow.parquet

@@ -29,7 +29,7 @@ from taskgraph.tables.rows import Ids, table_seed
 from taskgraph.tables.store import RowStore
 from taskgraph.task import Task
 
-__all__ = ["LateTableServer", "TableServer"]
+__all__ = ["ImmediateTableServer", "TableServer"]
 
 Array = NDArray[Any]
 Order = tuple[Any, ...]
@@ -72,9 +72,9 @@ class TableServer(Task):
 
     @handles("push")
     async def push(self, epoch: Epoch, sender: int, payload: list[Any]) -> None:
-        """Keeps a push until the sync point, which applies all pushes in one order."""
+        """Keeps a push until the sync point, which applies all pushes in a fixed order."""
         order, ids, gradients = payload
-        epoch.scratch.pushes[_place(order, sender)] = ids, gradients
+        epoch.scratch.pushes[_sort_key(order, sender)] = ids, gradients
 
     @handles("lr", pure=True)
     async def read_lr(self, epoch: Epoch, sender: int, payload: None) -> float:
@@ -106,7 +106,7 @@ class TableServer(Task):
             self._store.push(ids, gradients, self._lr)
 
 
-class LateTableServer(TableServer):
+class ImmediateTableServer(TableServer):
     """One server of a table with staleness: a push is applied when it arrives, and pulls of the same epoch see it.
 
     The state still changes in the sync point alone: until then scratch has a copy of the store.
@@ -131,7 +131,7 @@ class LateTableServer(TableServer):
         self._store = epoch.scratch.store
 
 
-def _place(order: list[Any], sender: int) -> Order:
+def _sort_key(order: list[Any], sender: int) -> Order:
     """Returns the sort key of a push among those of its epoch; a piece's push has the same key from every sender."""
     kind, *rest = order
     return (kind, *rest) if kind else (kind, sender, *rest)

@@ -119,7 +119,7 @@ class RowStore:
         self._segments.append(self._layout.pack(segment))
 
     def _point_to(self, segment: Segment, number: int) -> None:
-        """Sets the index of all ids in a segment to that segment, which is `number` in the log."""
+        """Notes in the index that a segment, which is `number` in the log, has the rows of its ids."""
         ids = segment["ids"]
         place, known = self._find(ids)
         if not known.all():
@@ -214,7 +214,7 @@ def select(segment: Segment, server: int, servers: int) -> Segment:
 
 
 def store_of(captured: Mapping[str, Any]) -> RowStore:
-    """Returns the rows that somebody has pushed to, of whichever table: those that a snapshot of a server has.
+    """Makes a store of the rows in a server's snapshot. Needs no `Table` of the job.
 
     Args:
         captured: "table": `TableOptions.stored`; "blocks": `RowStore.blocks`.

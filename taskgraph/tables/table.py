@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from taskgraph.services import Service
 from taskgraph.tables.options import TableOptions
-from taskgraph.tables.server import LateTableServer, TableServer
+from taskgraph.tables.server import ImmediateTableServer, TableServer
 
 __all__ = ["Table", "title_of"]
 
@@ -20,7 +20,7 @@ class Table(TableOptions):
 
     def service(self, name: str, tasks: int) -> Service:
         """Returns the servers of the table, as a job of `tasks` tasks calls it."""
-        kind, count = LateTableServer if self.staleness else TableServer, self.servers or min(tasks, _SERVERS)
+        kind, count = ImmediateTableServer if self.staleness else TableServer, self.servers or min(tasks, _SERVERS)
         return Service(title_of(name), count, lambda server: kind(self, name, server, count))
 
 

@@ -224,10 +224,10 @@ class _StandaloneWork:
     def run_beside(self, where: str, function: Callable[[], Any]) -> NoReturn:
         raise AssertionError("only maps do this")
 
-    def leave(self, call: asyncio.Task[None]) -> NoReturn:
+    def go_on_without(self, call: asyncio.Task[None]) -> NoReturn:
         raise AssertionError("only maps do this")
 
-    late = ()
+    late_calls = ()
 
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> NoReturn:
         raise GraphError("a processor alone has no optional channels: test it with tg.testing.run")

@@ -313,7 +313,7 @@ for nbytes in range(part // 4, part * 15 // 16, part // 8):
 held = cupy.empty(2 * part, "u1")
 assert 2 * part <= pool.get_limit() <= 3 * part
 asked = []
-cuda.givers.append(lambda nbytes: bool(asked.append(nbytes)))
+cuda.reclaimers.append(lambda nbytes: bool(asked.append(nbytes)))
 try:
     cupy.empty(total, "u1")
 except cupy.cuda.memory.OutOfMemoryError:

@@ -25,7 +25,7 @@ from taskgraph.node.epochs import attempt as attempt_module
 from taskgraph.node.epochs.activity import Activity
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.lanes import EpochLanes
-from taskgraph.node.epochs.mailbox import Mailbox
+from taskgraph.node.epochs.messenger import Messenger
 from taskgraph.node.epochs.turns import EpochTurns
 from taskgraph.node.primary import takeovers
 from taskgraph.node.primary.backups import Backups
@@ -640,20 +640,20 @@ def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
         self.sent_sum, self.received_sum = sums
         return new
 
-    async def take_flag(original: Any, self: Mailbox, message: Any) -> Any:
+    async def take_flag(original: Any, self: Messenger, message: Any) -> Any:
         with pytest.MonkeyPatch.context() as open_again:
             open_again.setattr(Attempt, "check_open", lambda attempt: None)
             return await original(self, message)  # it awaits nothing
 
-    async def send_flag(original: Any, self: Mailbox, where: str, to: int, value: Any) -> None:
+    async def send_flag(original: Any, self: Messenger, where: str, to: int, value: Any) -> None:
         group = self._attempt._group
         assert group is not None
         group.create_task(original(self, where, to, value))
 
     _changed(patch, MessageLedger, "count_sent", but_flags)
     _changed(patch, MessageLedger, "count_received", but_flags)
-    _changed(patch, Mailbox, "send_flag", send_flag)
-    _changed(patch, Mailbox, "take_flag", take_flag)
+    _changed(patch, Messenger, "send_flag", send_flag)
+    _changed(patch, Messenger, "take_flag", take_flag)
 
 
 @plant
@@ -686,11 +686,11 @@ def answers_of_a_gone_term_count(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_request_that_is_sent_again_runs_again(patch: pytest.MonkeyPatch) -> None:
-    async def take(original: Any, self: Mailbox, message: Any) -> Any:
+    async def take(original: Any, self: Messenger, message: Any) -> Any:
         self._answers.clear()
         return await original(self, message)
 
-    _changed(patch, Mailbox, "take_request", take)
+    _changed(patch, Messenger, "take_request", take)
 
 
 @plant

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from softdevice import SoftArray, SoftDevice
 
 import taskgraph as tg
-from taskgraph.device.lookup import declare
+from taskgraph.device.lookup import register_array_type
 from taskgraph.driver.loading import load_driver
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
@@ -148,7 +148,7 @@ class OnDevice(SoftArray):
         return int(self.get())
 
 
-declare(OnDevice, lambda array: array.soft)
+register_array_type(OnDevice, lambda array: array.soft)
 
 
 def there(soft: SoftDevice, function: Any) -> Any:

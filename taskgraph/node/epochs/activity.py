@@ -64,7 +64,7 @@ class Activity:
         await self._waiter
 
     async def wait_until_idle(self) -> None:
-        """Waits until no call runs and no hold is open. Others may begin afterwards."""
+        """Waits until no call runs and no hold is open. A call or hold may begin right afterwards."""
         while self.busy or self.open_holds:
             await self._wait_for_wake()
 
@@ -83,7 +83,10 @@ class Activity:
                 await self._wait_for_wake()
 
     def seal(self, version: int) -> bool:
-        """Closes the epoch for messages if the task is still idle at `version`. Returns False if it is not."""
+        """Closes the epoch for messages if the task reported `version` as idle, and has not been active since.
+
+        Returns True if it is sealed at this version, now or before.
+        """
         if not self.closed and self._reported == self.version == version:
             self.closed = True
             self._wake()

@@ -23,7 +23,7 @@ from taskgraph.node.epochs.activity import Activity
 from taskgraph.node.epochs.differing import read_values
 from taskgraph.node.epochs.inbound import Inbound, raise_in_attempt
 from taskgraph.node.epochs.items import Items
-from taskgraph.node.epochs.mailbox import Mailbox
+from taskgraph.node.epochs.messenger import Messenger
 from taskgraph.node.epochs.recording import RecordedCall, Recording, SideEffects, side_effects_of
 from taskgraph.node.epochs.turns import EpochTurns
 from taskgraph.node.usercode.errors import cancelled_by_user_error
@@ -58,7 +58,9 @@ class Attempt:
 
     Args:
         group: for asyncio tasks of the attempt; an error in one ends all of them.
-        turns: the order of epochs in flight: code that is not stateless waits for the turn of its epoch.
+        recording: of strict mode; None: the epoch is not recorded.
+        turns: the order of epochs in flight: code that is not stateless waits for the turn of its epoch. None: one
+            epoch runs at a time.
         traced: True if the epoch is in a trace.
     """
 
@@ -67,7 +69,7 @@ class Attempt:
         "_began",
         "_group",
         "_loop",
-        "_mailbox",
+        "_messenger",
         "_primary",
         "_ready",
         "_states",
@@ -134,7 +136,7 @@ class Attempt:
         self.ledger = MessageLedger()
         self.put_bytes = 0  # bytes of items, each value once
         self.snapshot_bytes = 0
-        self._mailbox: Mailbox | None = None  # made when needed
+        self._messenger: Messenger | None = None  # made when needed
         self.dealers: Dealers | None = None  # of the maps whose pieces this task deals
         self.numbers: dict[str, float] = {}
         self.finishing = False
@@ -162,7 +164,7 @@ class Attempt:
     # -- the run ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Runs every processor and sync point of the task.
+        """Composes the graph, runs all processors, waits for the seal if the task takes messages, runs the sync points.
 
         Raises:
             UserCodeError, GraphError, ValueNotEncodable: the job's own errors.
@@ -317,7 +319,7 @@ class Attempt:
             raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Runs a coroutine of the attempt as an asyncio task; until it ends, the task is not idle."""
+        """Starts a coroutine of the attempt; until it ends, the task is not idle. Raises Refused after the attempt."""
         if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
@@ -334,7 +336,7 @@ class Attempt:
         return task
 
     def _on_task_done(self, done: asyncio.Task[Any]) -> None:
-        """Ends the attempt if user code failed or cancelled its own asyncio task, which a TaskGroup would ignore."""
+        """Ends the attempt if user code failed, or cancelled its own asyncio task, which a TaskGroup would ignore."""
         if not done.cancelled():
             if done.exception() is not None:
                 self._wake_threads()
@@ -344,22 +346,22 @@ class Attempt:
     def _wake_threads(self) -> None:
         """Makes threads stop waiting for replies: the attempt ends, and waits for its threads."""
         self.cancelled = self.inbound.over = True
-        if self._mailbox is not None:
-            self._mailbox.end()
+        if self._messenger is not None:
+            self._messenger.end()
 
     # -- for other tasks --------------------------------------------------------------------------
 
     @property
-    def mailbox(self) -> Mailbox:
+    def messenger(self) -> Messenger:
         """The attempt's flags and requests."""
-        if self._mailbox is None:
-            self._mailbox = Mailbox(self)
-        return self._mailbox
+        if self._messenger is None:
+            self._messenger = Messenger(self)
+        return self._messenger
 
     @property
     def depends_on(self) -> Mapping[int, int]:
-        """Task -> term of the primary that acknowledged a flag, or answered a request with effects."""
-        return self._mailbox.terms if self._mailbox is not None else {}
+        """Task -> term of its primary that acknowledged a flag of this attempt, or answered a request with effects."""
+        return self._messenger.terms if self._messenger is not None else {}
 
     async def wait_until_composed(self) -> None:
         """Waits until the graph is composed. Raises Refused if the attempt ends before."""
@@ -386,9 +388,9 @@ class Attempt:
             self._ready.cancel()
         if not self.finished or self.recording is not None:  # otherwise `Inbound.end` has freed the items
             self.inbound.drop()
-        if self._mailbox is not None:
-            self._mailbox.drop()
-            self._mailbox = None  # they refer to each other
+        if self._messenger is not None:
+            self._messenger.drop()
+            self._messenger = None  # they refer to each other
         self.dealers = None
 
     # -- `Work`: for user code, in any thread -----------------------------------------------------
@@ -452,8 +454,8 @@ class Attempt:
         actor.stamp = self.stamp
         await actor.call(where, function, alone=False, attempt=self)
 
-    def leave(self, call: asyncio.Task[None]) -> None:
-        """Lets the epoch go on without a late call, which only the end of the node still cancels."""
+    def go_on_without(self, call: asyncio.Task[None]) -> None:
+        """Lets the epoch go on without a late call for pieces, which from now on only the end of the node cancels."""
         late, node = self.replica.late_calls, self._primary.node
         late.add(call)
         call.add_done_callback(late.discard)
@@ -461,7 +463,7 @@ class Attempt:
         node.own(_wait_for_late_call(call), f"{call.get_name()} of task {self.task}")
 
     @property
-    def late(self) -> Collection[asyncio.Task[None]]:
+    def late_calls(self) -> Collection[asyncio.Task[None]]:
         return self.replica.late_calls
 
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> asyncio.Future[None]:
@@ -469,11 +471,11 @@ class Attempt:
         return self.inbound.fetch(channels)
 
     def supply(self, tag: str, value: Encoded) -> None:
-        """Hands over the value of a local channel, from any thread."""
+        """Gives a local channel the value that its processor derived, from any thread."""
         self._call_on_loop(self.inbound.supply, (tag, self.task), value)
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
-        """Puts an item for each consumer, from any thread, and counts it in the ledger."""
+        """Puts an item for each consumer, from any thread, and counts it in the ledger. Raises AttemptEnded."""
         if self.cancelled:
             raise self.end_error()
         if threading.get_ident() != self._thread:
@@ -498,7 +500,7 @@ class Attempt:
             self.put(tag, consumers, value)
 
     def _check_not_closed(self, where: str, what: str) -> None:
-        """Raises if the epoch is closed for messages, and fails the job too, since user code may ignore the error.
+        """Raises GraphError if the epoch is closed for messages, and fails the job: user code may ignore the error.
 
         A restart would not help: the message would be too late in every attempt.
         """
@@ -525,7 +527,9 @@ class Attempt:
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
         self._check_not_closed(where, "flag")
         for task in to:
-            self._call_on_loop(self._send, where, "flag", lambda task=task: self.mailbox.send_flag(where, task, value))
+            self._call_on_loop(
+                self._send, where, "flag", lambda task=task: self.messenger.send_flag(where, task, value)
+            )
 
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
         self._check_not_closed(where, "request")
@@ -538,7 +542,7 @@ class Attempt:
         future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
 
         def start() -> None:
-            if not self._send(where, "request", lambda: self.mailbox.request(where, to, method, value, future)):
+            if not self._send(where, "request", lambda: self.messenger.request(where, to, method, value, future)):
                 future.set_exception(self.end_error())
 
         self._call_on_loop(start)
@@ -546,9 +550,9 @@ class Attempt:
 
     def _has_too_many_waits(self) -> bool:
         """True if, in a test, too many coroutines wait for replies. Other waits do not count."""
-        if self._mailbox is None or self.replica.actor.waiting <= _MAX_WAITING:
+        if self._messenger is None or self.replica.actor.waiting <= _MAX_WAITING:
             return False
-        return len(self._mailbox.awaited) > _MAX_WAITING  # slow, so it comes last
+        return len(self._messenger.awaited) > _MAX_WAITING  # slow, so it comes last
 
     def _send(self, where: str, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """Starts `work`, which sends a message, on the loop. Returns False if the attempt is over: a user thread may
@@ -583,14 +587,14 @@ class Attempt:
         self._primary.note_job_ends()
 
     def _check_not_done(self) -> None:
-        """Raises if the attempt is over or finished: then its report may be on its way to the leader."""
+        """Raises AttemptEnded if the attempt is over or finished: its report may be on its way to the leader."""
         if self.cancelled or self._group is None:
             raise self.end_error()
 
     # -- waits, for `status` and the leader -------------------------------------------------------
 
     def waits(self) -> tuple[Wait, ...]:
-        """Returns what every unfinished processor, handler and hold waits for."""
+        """Returns what every unfinished processor and handler waits for, and the open holds."""
         since = self._loop.time() - self._began
         graph = self.graph
         if graph is None:
@@ -598,7 +602,7 @@ class Attempt:
         found: list[Wait] = []
         earlier: str | None = None
         deriving = [processor for _, processor in graph.derived.values() if self._states[processor.name] == "running"]
-        replies = self._mailbox.awaited if self._mailbox is not None else []
+        replies = self._messenger.awaited if self._messenger is not None else []
         for processor in (*graph.ordered, *graph.sync_points, *graph.parallel, *deriving):
             if self._states[processor.name] == "done":
                 continue

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused
-from taskgraph.node.epochs.sharing import EPOCH_BYTES
+from taskgraph.node.epochs.epoch_memory import EPOCH_BYTES
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Reply, Stamp, stamp_of
 from taskgraph.transport.api import PendingReply
 
@@ -44,7 +44,7 @@ class Attempts:
         return self._attempts.get(stamp)
 
     def uncommitted_bytes(self, before: int) -> int:
-        """Returns the bytes of items and boundaries that epochs before `before` hold."""
+        """Returns the bytes that attempts of epochs before `before` take: their objects, items and boundaries."""
         found = 0
         for attempt in self._attempts.values():
             if attempt.number < before:
@@ -52,7 +52,7 @@ class Attempts:
         return found
 
     def boundary_bytes(self, before: int) -> int:
-        """Returns the bytes of boundaries that epochs before `before` hold."""
+        """Returns the bytes of the boundaries that attempts of epochs before `before` made."""
         return sum(attempt.snapshot_bytes for attempt in self if attempt.number < before)
 
     # -- for the primary --------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Attempts:
                 one.set_result(None)
 
     def answer_waiting_pulls(self, attempt: Attempt) -> None:
-        """Answers the pulls that waited for this attempt's graph, and refuses those for earlier attempts."""
+        """Answers the pulls that waited for this attempt's graph; refuses those for earlier ones that never began."""
         parked = self._parked
         if not parked:
             return

@@ -29,7 +29,7 @@ _WAIT_S: Final = 1.0
 
 
 class DealingAttempt(Protocol):
-    """The attempt of the task that deals."""
+    """What dealing uses of the attempt of the task that deals pieces."""
 
     stamp: Stamp
     replica: Replica
@@ -47,8 +47,11 @@ class Dealers:
         self._newest: dict[tuple[str, int], Request] = {}  # of a map and a task: its ask that is not answered
         self._waiting: list[asyncio.Future[None]] = []
 
-    async def answer(self, message: Request) -> dict[str, Any]:
-        """Answers a task's ask for pieces. Waits while no piece is free, and some are not finished."""
+    async def answer_when_free(self, message: Request) -> dict[str, Any]:
+        """Takes what a task has finished, and answers its ask for pieces.
+
+        Waits while no piece is free and some are not finished. A newer ask of the task ends the wait.
+        """
         attempt, loop = self._attempt, asyncio.get_running_loop()
         ask = decode(message.value)
         known, task = self._dealers.get(ask["map"]), attempt.replica.user_task
@@ -95,7 +98,7 @@ class Dealers:
         return Dealer(plan, attempt.term, job.tasks)
 
     def statuses(self, now: float) -> Iterator[QueueStatus]:
-        """Yields how far each map of this attempt is."""
+        """Yields for each map of this attempt how many of its pieces are open, dealt and done."""
         for tag, (dealer, count, _) in self._dealers.items():
             counts, rate = dealer.counts(), self._attempt.replica.queue_rates[tag].at(now)
             left, aside = dealer.ledger.unfinished, sum(one.set_aside for one in counts)
@@ -129,10 +132,10 @@ def _other_pieces_text(queue: str) -> str:
 
 
 def queue_statuses(replica: Replica, dealers: Dealers | None, now: float) -> list[QueueStatus]:
-    """Returns how far the queue is whose ledger a task has, or the maps whose pieces it deals.
+    """Returns the progress of the queue that a task keeps, its uncommitted map included; or of the maps that it deals.
 
     Args:
-        dealers: of the attempt at work.
+        dealers: of the attempt that runs; None: it deals nothing.
     """
     maps = list(dealers.statuses(now)) if dealers is not None else []
     task = replica.user_task
@@ -146,8 +149,8 @@ def queue_statuses(replica: Replica, dealers: Dealers | None, now: float) -> lis
 
 
 async def deal(attempt: DealingAttempt, message: Request) -> Answer:
-    """Answers a request for pieces by the dealers of an attempt, which it makes at the first request."""
+    """Answers a request for pieces by the dealers of an attempt, which the first request makes."""
     if attempt.dealers is None:
         attempt.dealers = Dealers(attempt)
-    found = await attempt.dealers.answer(message)
+    found = await attempt.dealers.answer_when_free(message)
     return Answer(attempt.stamp, attempt.term, True, encode(found, what="pieces"))

@@ -72,7 +72,7 @@ async def read_values(replica: Replica, function: Callable[[], R]) -> R:
 
 
 async def state_of(replica: Replica) -> Digests:
-    """Calls `snapshot()` and returns digests of its value: by name if the value is a dict."""
+    """Calls `snapshot()` and returns digests of its value: by name if it is a dict; {} for a task without state."""
     if not replica.stateful:
         return {}
     task = replica.user_task
@@ -131,7 +131,7 @@ def incomparable_attributes(replica: Replica, known: Iterable[str]) -> list[str]
 
 
 def sharing_attributes(attributes: Mapping[str, object], state: Iterable[str]) -> list[tuple[str, str]]:
-    """Returns pairs of names of attributes that share memory or are one object, and of which one is in `state`."""
+    """Returns pairs of names of attributes that share memory or are one object, at least one of them in `state`."""
     kept = [name for name in state if name in attributes]
     return [
         (name, other)

@@ -29,11 +29,12 @@ class FinishedEpoch:
 
     Attributes:
         following: the stamp of the next epoch, and of the boundary before it.
-        snapshot: it may be on a device.
+        snapshot: perhaps still on a device.
         numbers: the numbers that the task reported in this epoch, as in the snapshot.
         finishing: the task asked for the end of the job.
         previous: the numbers that the task reported in the previous epoch.
-        rows: the reports to be added to the snapshot; None if they have not arrived.
+        rows: all tasks' reports of the previous epoch, which task 0 adds to its snapshot; {}: none; None: some are
+            missing.
         since: when the boundary was offered, if the epoch is traced; otherwise 0.
     """
 
@@ -52,7 +53,7 @@ class FinishQueue:
 
     Args:
         finish: does the remaining work for one epoch.
-        on_failure: called once if `finish` raised; later epochs are not finished then.
+        on_failure: called once if `finish` raised; `error` then has the exception, and later epochs are not finished.
     """
 
     def __init__(self, finish: Callable[[FinishedEpoch], Awaitable[None]], on_failure: Callable[[], None]):

@@ -28,8 +28,8 @@ Channel = tuple[str, int]
 
 
 class Inbound:
-    """One attempt's inbound channels. All items are pulled at once, but for those of optional channels, and stay until
-    the attempt has run.
+    """One attempt's inbound channels. `pull` begins to pull all items at once, except those of optional channels; items
+    stay until the attempt has run.
 
     Lives on the event loop.
     """
@@ -136,7 +136,7 @@ class Inbound:
         return next(found, (tag, producer)) if producer == self._task else (tag, producer)
 
     def lacks(self, tag: str, producer: int) -> bool:
-        """True if an item was pulled, and has not arrived."""
+        """True if a pull of this item has begun, and the item has not arrived."""
         return (tag, producer) not in self.items and (tag, producer) in self._channels
 
     def wait_for_items(self, lacking: set[Channel]) -> asyncio.Future[None]:
@@ -164,7 +164,7 @@ class Inbound:
                 reply.cancel()
 
     def drop(self) -> None:
-        """Cancels the pulls and frees the items, since the attempt is over."""
+        """Frees the items, and ignores those that still arrive, since the attempt is over."""
         self.over = True
         if self._since:
             for tag, producer in self._channels:
@@ -195,8 +195,10 @@ class Inbound:
             self._create_task(raise_in_attempt(error))
 
     async def _pull(self, tag: str, producer: int) -> None:
-        """Pulls one item, with retries while its producer fails; raises GraphError if the producer does not
-        offer it.
+        """Pulls one item and takes it, with retries while its producer fails.
+
+        Raises:
+            GraphError: the producer does not offer the item in this epoch.
         """
         stamp, task, primary, what = self._stamp, self._task, self._primary, f"{tag!r} from task {producer}"
         pull, lost = partial(Pull, stamp, task, primary.term, producer, tag), f"task {task} cannot pull {what}"
@@ -210,7 +212,7 @@ class Inbound:
         self._take_item(tag, producer, reply)
 
     def _describe_pull(self, tag: str, producer: int) -> str:
-        """Names the processor that takes an item."""
+        """Returns the name of the processor that takes an item, quoted, for messages."""
         assert self._graph is not None
         return next(repr(p.name) for p in self._graph.processors if producer in p.inbound.get(tag, ()))
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import TaskGraphError
-from taskgraph.node.epochs import sharing
+from taskgraph.node.epochs import epoch_memory
 from taskgraph.node.epochs.attempt import Attempt
+from taskgraph.node.epochs.epoch_memory import EPOCH_BYTES, EpochAllowance
 from taskgraph.node.epochs.finishing import FinishedEpoch, FinishQueue
-from taskgraph.node.epochs.sharing import EPOCH_BYTES, EpochAllowance
 from taskgraph.node.epochs.turns import EpochTurns
 from taskgraph.node.reports import to_plain
 from taskgraph.node.snapshots import Snapshot, shared_digest
@@ -43,10 +43,11 @@ __all__ = ["EpochLanes"]
 
 
 class EpochLanes:
-    """The work of one primary from a committed epoch on. When the attempt is over, `run` is cancelled.
+    """The work of one primary from a committed epoch until a restart, a roll-back or the job's end: its epochs, each in
+    an `Attempt`. The primary then cancels `run`, and calls `end`.
 
     Args:
-        at: the epoch at work, and the attempt.
+        at: the first epoch, and the attempt.
         on_report_error: called if an epoch whose code has run cannot be reported; `report_error` then has the error.
     """
 
@@ -125,15 +126,15 @@ class EpochLanes:
         self._last_snapshot: Snapshot | None = None  # if it may be used again: it carries no reports
         self._state_bytes = 0  # of the last snapshot
         self.settled = at.epoch
-        """The committed boundary, after everything that follows from its commit."""
+        """The number of the last committed boundary of which the primary has done all that follows from the commit."""
         self.failed_in = -1
-        """The epoch that failed."""
+        """The epoch that failed; -1: none."""
         self.over = False
         """Set before `run` is cancelled: other cancellations are mistakes of user code."""
         self.stuck: BaseException | None = None
-        """A thread of an abandoned epoch does not return; `run` raises another error."""
+        """The StuckError of a thread that did not return, if `run` raises another error; None: there is none."""
         self.lacking = ""
-        """What the oldest incomplete boundary waits for, in words."""
+        """What the oldest incomplete boundary waits for, in words; "": nothing."""
         self.began = self._loop.time()
         """When the newest epoch began (loop time)."""
         self._room = asyncio.Event()  # cleared while a lane waits until it may begin
@@ -145,7 +146,7 @@ class EpochLanes:
         self.finishing = False
         """An epoch asked for the end of the job: no further epoch begins."""
         self._epoch_bytes: int | None = None  # of items and snapshot of the last epoch
-        self._share = EpochAllowance(primary.node.sharing, self._ahead, at.epoch, self._gather_by)
+        self._share = EpochAllowance(primary.node.epoch_memory, self._ahead, at.epoch, self._gather_by)
         self._leaves_device = False  # the last snapshot was on a device
         self.incomplete = FinishQueue(self._complete, on_report_error)
         self.awaiting_acks = FinishQueue(self._await_acks, on_report_error)
@@ -181,7 +182,7 @@ class EpochLanes:
     # -- one epoch after another ------------------------------------------------------------------
 
     def run(self) -> Coroutine[Any, Any, None]:
-        """Works until cancelled; raises the error of the first epoch that failed."""
+        """Returns the coroutine that works until cancelled, or raises the error of the first epoch that failed."""
         return self._run_several(self._at) if self._has_several else self._run_lane(self._at)
 
     async def _run_several(self, first: Stamp) -> None:
@@ -261,7 +262,7 @@ class EpochLanes:
             self._tracing.add("commit awaited", max(waiting, self._reported_at), self._task, last, self._term)
 
     def _may_begin(self, epoch: int) -> bool:
-        """True if `epoch`, the next to begin, may begin though earlier epochs are not committed."""
+        """True if `epoch`, the next to begin, may begin now, perhaps though earlier epochs are not committed."""
         if epoch == self.settled:
             return True
         if epoch > self.settled + self._ahead or epoch >= self._end or self.finishing:
@@ -274,7 +275,7 @@ class EpochLanes:
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
             return False  # the hand-over is right after a commit
         share = self._share
-        if share.epochs != share.sharing.epochs:
+        if share.epochs != share.memory.epochs:
             share.compute()
         known = not self._has_several or self._epoch_bytes is not None
         if known and epoch - self.settled <= share.epochs_allowed:
@@ -294,21 +295,22 @@ class EpochLanes:
     # -- one epoch --------------------------------------------------------------------------------
 
     async def _after_commit(self, stamp: Stamp) -> None:
-        """Before the first epoch after a commit: hands the task over if that is wished, and begins a checkpoint if one
-        is due.
+        """Hands the task over if placement wishes that, and begins a checkpoint if one is due.
+
+        Called before the first epoch after a commit. (Task 0 begins its checkpoints in `_after_work`.)
         """
         await self._primary.hand_over_if_wished(stamp)
         if self._task != 0 and self._checkpoints:
             await self._begin_checkpoint(stamp, self._replica.previous)
 
     async def _after_work(self, attempt: Attempt, following: Stamp) -> bool:
-        """Takes the snapshot of an attempt that has run, and makes its boundary.
+        """Takes the snapshot of an attempt that has run, and offers its boundary, now or by way of `incomplete`.
 
         Args:
             following: the stamp of the next epoch, and of the boundary before it.
 
         Returns:
-            Whether the task goes on before it is committed.
+            Whether the next epoch may begin before this one is committed.
         """
         primary, node, replica, stamp = self._primary, self._node, self._replica, attempt.stamp
         if self._has_several:
@@ -317,7 +319,7 @@ class EpochLanes:
             await self._check_epoch(attempt)
         if self._injects:
             await node.point("snapshot", self._task, stamp.epoch)
-        if self._leaves_device and self._state_bytes > sharing.AHEAD_BYTES and self.incomplete.pending:
+        if self._leaves_device and self._state_bytes > epoch_memory.AHEAD_BYTES and self.incomplete.pending:
             await self.incomplete.wait_until_empty()  # the device may have no memory for two
         numbers: Mapping[str, float] = {}
         if reported := attempt.numbers:
@@ -394,7 +396,7 @@ class EpochLanes:
             self._turns.at = following  # there is one lane
 
     async def _complete(self, finished: FinishedEpoch) -> None:
-        """Completes a boundary: copies it from the device, and adds missing reports."""
+        """Completes a boundary, and offers it: copies its snapshot from the device, and adds missing reports."""
         attempt, replica, rows, snapshot = finished.attempt, self._replica, finished.rows, finished.snapshot
         try:
             if snapshot.on_device:
@@ -417,12 +419,12 @@ class EpochLanes:
         await self._offer(finished)
 
     async def _offer(self, finished: FinishedEpoch) -> bool:
-        """Offers a complete boundary to the members. `awaiting_acks` waits for acknowledgements, then reports.
+        """Offers a complete boundary to the members. `awaiting_acks` waits for their acknowledgements, then reports.
 
-        In the job's first epoch it waits for admissions and acknowledgements itself.
+        In the run's first epoch, and while replicas enter or leave the in-sync set, this call itself waits and reports.
 
         Returns:
-            Whether the task goes on before the epoch is committed.
+            Whether the next epoch may begin before this one is committed.
         """
         primary, node, attempt, snapshot = self._primary, self._node, finished.attempt, finished.snapshot
         epoch, following, backups = attempt.number, finished.following, primary.backups
@@ -458,10 +460,10 @@ class EpochLanes:
         await self._report(finished)
 
     async def _report(self, finished: FinishedEpoch) -> bool:
-        """Reports an epoch to the leader: all members have acknowledged its boundary.
+        """Reports an epoch to the leader, after the reports of all earlier ones: all members have its boundary.
 
         Returns:
-            Whether the task goes on before the epoch is committed, as the report says.
+            Whether the next epoch may begin before this one is committed, as the report says.
         """
         primary, node, attempt = self._primary, self._node, finished.attempt
         stamp, epoch, ledger = attempt.stamp, attempt.number, attempt.ledger
@@ -512,7 +514,7 @@ class EpochLanes:
         return self._primary.backups.is_acknowledged((epoch, attempt, self._term))
 
     async def _begin_checkpoint(self, stamp: Stamp, previous: Mapping[str, float]) -> None:
-        """Begins to write the committed boundary, if a checkpoint is due. The boundary of task 0 has all reports.
+        """Queues the committed boundary for writing, if a checkpoint is due; that of task 0 gets all reports.
 
         Args:
             previous: the numbers that the task reported in the previous epoch.
@@ -531,7 +533,7 @@ class EpochLanes:
             primary.writer.queue(committed.stamp, replica.bind_all_reports(committed.value))
 
     async def _check_epoch(self, attempt: Attempt) -> None:
-        """Checks an epoch that has run: replays it in strict mode, or else looks for changes that no snapshot has."""
+        """Checks an epoch that has run: replays it in strict mode; otherwise looks for changes that no snapshot has."""
         if attempt.recording is not None:
             attempt.recording.numbers, attempt.recording.finishing = attempt.numbers, attempt.finishing
             await self._primary.strict.check(attempt.recording)
@@ -540,7 +542,7 @@ class EpochLanes:
 
 
 def _lane_count(primary: Primary) -> int:
-    """Returns how many epochs of the task may be in flight."""
+    """Returns how many epochs of the task may run at the same time."""
     settings = primary.node.settings
     if not primary.replica.shape.in_flight or settings.strict:
         return 1

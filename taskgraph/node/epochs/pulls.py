@@ -49,7 +49,7 @@ class Pulls:
         """Pulls one item, or returns the pull that was made in advance.
 
         Returns:
-            A future like that of `Router.begin`; None: use `Router.to_primary`.
+                A future like that of `Router.begin`; None: the pull needs waiting: use `Router.to_primary`.
         """
         if stamp.attempt != self._attempt:
             self.drop()
@@ -73,7 +73,7 @@ class Pulls:
         return self._router.begin(producer, Pull(stamp, sender, term, producer, tag))
 
     def _epochs_per_call(self, epoch: int) -> int:
-        """Returns for how many epochs to pull in one call."""
+        """Returns for how many epochs, from `epoch` on, one call pulls a channel's items; 1 or less: pull one."""
         count = min(self._ahead, _EARLY_CALLS // len(self._latest))
         if self._epochs is not None:
             count = min(count, self._epochs - epoch)
@@ -82,7 +82,7 @@ class Pulls:
         return count
 
     def item_arrived(self, tag: str, producer: int, value: Encoded) -> None:
-        """Notes the size of an item, on which the number of pulls in advance depends.
+        """Notes the size of an item: large ones reduce how many epochs are pulled in advance.
 
         Items of optional channels do not count: they are not pulled in advance.
         """

@@ -22,7 +22,8 @@ class PureWatch:
     """Watches one call of a pure handler.
 
     Args:
-        others: returns True if threads or asyncio tasks of user code may change `scratch` meanwhile.
+        others: returns True if threads or asyncio tasks of user code may change `scratch` during the call: then it is
+            not checked.
     """
 
     def __init__(self, scratch: Scratch, recording: Recording, others: Callable[[], bool]) -> None:
@@ -80,7 +81,7 @@ class PureWatch:
 
 
 def _content_of(value: object) -> bytes:
-    """Returns bytes that tell whether a value has changed: its digest, its pickle, or else its identity."""
+    """Returns bytes that differ if a value has changed: its digest; its pickle if it cannot travel; else its id()."""
     if (found := digest(value)) is not None:
         return found
     try:

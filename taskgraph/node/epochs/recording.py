@@ -22,7 +22,7 @@ from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 from taskgraph.queues.plan import DEAL
 
-__all__ = ["RecordedCall", "RecordedReply", "Recording", "RequestKind", "SharedItem", "SideEffects", "side_effects_of"]
+__all__ = ["RecordedCall", "RecordedReply", "Recording", "RequestKind", "SideEffects", "WatchedItem", "side_effects_of"]
 
 RequestKind = tuple[str, int, str]
 """(code that sent a request, receiving task, method)."""
@@ -32,7 +32,7 @@ _PURE_CALLS = 4
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call of user code: of a processor, or of a handler with the message that it took."""
+    """One call of user code: of `processor`, or, if that is None, of the handler `method` with the message it took."""
 
     processor: Processor | None
     where: str
@@ -42,7 +42,7 @@ class RecordedCall:
 
     @property
     def name(self) -> str:
-        """The name in errors: `where` of a handler also has the message's digest."""
+        """The call's name for errors: `where` without the part that identifies the message."""
         if self.processor is not None:
             return self.where
         called = self.where.rsplit("/", 2)[0]
@@ -51,7 +51,7 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class RecordedReply:
-    """The digest of a request, its reply, and how long after the request the reply came."""
+    """A reply (`value`), the digest of its request (`asked`), and how long after the request the reply came."""
 
     asked: bytes
     value: Encoded
@@ -59,8 +59,10 @@ class RecordedReply:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedItem:
-    """An item in device memory that several tasks read. It is checked, since one task may change it for all."""
+class WatchedItem:
+    """An item in device memory that `processor` took. Its memory is checked later: other tasks read it, too, and a
+    processor must not write to it.
+    """
 
     value: EncodedOnDevice
     tag: str
@@ -90,17 +92,17 @@ class Recording:
     """Records what one task does in one attempt.
 
     Args:
-        shared_items: the watched items, also those of earlier epochs, of which user code may keep views.
+        watched_items: the items whose memory is checked, also of earlier epochs if user code kept views of them.
 
     Attributes:
-        before: the state when the epoch began.
+        before: digests of the state when the epoch began; {} for a task without state.
         steps: all calls of user code, in the order in which they began.
         interleaved: True if a step began while another step waited.
         answered: handler, sender and number of each request -> digest of the reply.
         switches: counts the beginnings and ends of steps.
     """
 
-    def __init__(self, replica: Replica, stamp: Stamp, shared_items: list[SharedItem]) -> None:
+    def __init__(self, replica: Replica, stamp: Stamp, watched_items: list[WatchedItem]) -> None:
         self.replica = replica
         self.stamp = stamp
         self.before: Digests = {}
@@ -117,12 +119,12 @@ class Recording:
         self.items: dict[tuple[str, int], Encoded] = {}
         self.puts: dict[tuple[str, int], Encoded] = {}
         self.side_effects: dict[str, SideEffects] = {}
-        self._shared_items = shared_items
+        self._watched_items = watched_items
         self._filled: dict[tuple[str, int], str] = {}  # channel -> processor that computed into the memory it sends
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # parallel computes begin and end in threads
         self._open = 0
-        self._written_item: SharedItem | None = None
+        self._written_item: WatchedItem | None = None
         self._pure_calls: Counter[str] = Counter()
 
     # -- recording --------------------------------------------------------------------------------
@@ -132,7 +134,10 @@ class Recording:
         self.before = await state_of(self.replica)
 
     def wrap(self, step: RecordedCall, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps user code so that `step` is recorded when the code begins, maybe after a wait for its turn."""
+        """Wraps user code so that `step` is recorded when the code begins, maybe after a wait for its turn.
+
+        Returns code of the framework as it is, and records `step` now.
+        """
         inner = function.func if isinstance(function, partial) else function
         if getattr(inner, "__taskgraph_internal__", False):
             with self._lock:
@@ -173,7 +178,7 @@ class Recording:
             self.switches += 1
 
     def note_request(self, kind: RequestKind, value: Encoded) -> Callable[[Encoded], None]:
-        """Notes a request. Returns a function to be called with the reply."""
+        """Notes a request. Returns a function that is to be called with the reply, and records it."""
         sent = self._loop.time()
         if kind[2] != DEAL:
             self.requests[(kind, value.digest)] += 1
@@ -190,15 +195,15 @@ class Recording:
         return self._pure_calls[method] <= _PURE_CALLS
 
     async def check_step(self, where: str, *, sync: bool = False, looked: bool = False) -> None:
-        """Checks the state after a step: only a sync point may change it.
+        """Checks the state after a step, which only a sync point may change, and memory that other tasks read.
 
         Args:
-            looked: True if the function that `checked_close` returned was called.
+            looked: True if the function that `checked_close` returned has checked the watched items already.
 
         Raises:
             StateError: a step that is no sync point changed the state, or a step wrote to memory that other tasks read.
         """
-        await self._check_shared(where, looked)
+        await self._check_watched_items(where, looked)
         await read_values(self.replica, partial(self._check_put_arrays, where))
         if not sync:
             await self.check_state(where)
@@ -218,9 +223,9 @@ class Recording:
     # -- memory that other tasks read -------------------------------------------------------------
 
     async def items_for(self, processor: Processor) -> Mapping[tuple[str, int], Encoded]:
-        """Returns the items for a processor; items on a device are watched from now on.
+        """Returns the items for a processor; those on a device are `WatchedItem`s from now on.
 
-        A coroutine gets copies of these: the check could not tell its writes from those of other tasks.
+        A coroutine gets copies of those: the check could not tell its writes from those of other tasks.
         """
         items = self.items
         for tag, producer in processor.takes:
@@ -230,21 +235,21 @@ class Recording:
                 if is_async(processor.compute):
                     item = await read_values(self.replica, partial(copy_device_buffers, value))
                     items = {**items, (tag, producer): item}
-                shared = SharedItem(item, tag, producer, processor.name, self.stamp.epoch)
-                self._shared_items.append(shared)
+                shared = WatchedItem(item, tag, producer, processor.name, self.stamp.epoch)
+                self._watched_items.append(shared)
         return items
 
     def close_outputs(self, name: str, outputs: Outputs) -> None:
-        """Closes the outputs of a processor that has returned, and notes the arrays that it must not change now."""
+        """Closes the outputs of a processor that has returned, and notes its arrays of `outs.empty`, for checks."""
         self._filled |= dict.fromkeys(outputs.filled, name)
         outputs.close()
 
     def checked_close(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
-        """Returns a function to be called when a processor has returned: it calls `close` and checks shared items.
+        """Returns a function to be called when a processor has returned: it calls `close`, then checks watched items.
 
-        The first check after a write names the processor that wrote.
+        The first check after a write names the processor that wrote. For a coroutine, `check_step` checks.
         """
-        if not self._shared_items or is_async(processor.compute):
+        if not self._watched_items or is_async(processor.compute):
             return close  # after a coroutine the check would stop the event loop; `check_step` does it
 
         def run() -> None:
@@ -254,16 +259,18 @@ class Recording:
         return run
 
     def _find_written_item(self) -> None:
-        """Notes the first shared item whose memory was written to."""
-        for item in self._shared_items:
+        """Keeps the first of the watched items, all on a device, whose memory was written to;
+        `_check_watched_items` then raises.
+        """
+        for item in self._watched_items:
             if self._written_item is None and not device_buffers_intact(item.value):
                 self._written_item = item
 
-    async def _check_shared(self, where: str, looked: bool) -> None:
-        if self._shared_items:
+    async def _check_watched_items(self, where: str, looked: bool) -> None:
+        if self._watched_items:
             if not looked:
                 await read_values(self.replica, self._find_written_item)
-            self._shared_items[:] = [item for item in self._shared_items if item.was_viewed]
+            self._watched_items[:] = [item for item in self._watched_items if item.was_viewed]
         if (item := self._written_item) is not None:
             raise self._state_error(
                 f"{where!r} wrote to what {item.tag!r} of task {item.producer} brought to {item.processor!r} in epoch "
@@ -284,7 +291,7 @@ class Recording:
 
 
 class _EpochSideEffects(Protocol):
-    """An attempt or a replay, as `side_effects_of` sees it."""
+    """What `side_effects_of` reads of an attempt or a replay."""
 
     @property
     def scratch(self) -> Scratch: ...

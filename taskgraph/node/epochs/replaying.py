@@ -48,7 +48,7 @@ class ReplayResult:
         differing: texts that name the items, messages, replies and state that differ.
         state: digests of the state after the epoch.
         reports: the reported numbers; "epoch.finish()" is 1 if the task called it.
-        left: attributes that a first try changed and `restore` did not reset.
+        left: names of attributes that a first try changed and `restore` did not reset; [] without a first try.
     """
 
     differing: list[str]
@@ -67,8 +67,8 @@ async def replay_from_snapshot(
     """Restores a fresh object from the boundary and runs the epoch on it.
 
     Args:
-        after: the state after the recorded epoch.
-        first_try: first runs the epoch up to its sync points, then restores again, as in a restart.
+        after: digests of the state after the recorded epoch.
+        first_try: runs the epoch up to its sync points and restores again before the replay, as a restart does.
 
     Raises:
         UserCodeError: user code failed.
@@ -96,7 +96,7 @@ async def replay_from_snapshot(
 async def replay(fresh: Replica, recording: Recording, after: Digests) -> ReplayResult:
     """Runs a recorded epoch again on a task object as it is, without `restore`; returns what differs.
 
-    `after` is the state after the epoch when it was recorded.
+    `after` has the digests of the state after the epoch when it was recorded.
     """
     try:
         work = await _run(fresh, recording)
@@ -108,7 +108,7 @@ async def replay(fresh: Replica, recording: Recording, after: Digests) -> Replay
 
 
 def _reports(work: Recording | Replay) -> dict[str, float]:
-    """Returns what a task reported, under the names that errors show."""
+    """Returns {name for errors: number} of what a task reported; "epoch.finish()" is 1 if the task called it."""
     reports = {f"reported {name!r}": number for name, number in work.numbers.items()}
     return reports | {"epoch.finish()": 1.0} if work.finishing else reports
 
@@ -180,7 +180,7 @@ class Replay:
         self._loop_thread = threading.get_ident()
 
     async def compose(self) -> dict[str, Processor]:
-        """Calls `compose`; returns the processors by name."""
+        """Calls `compose` of the fresh object; returns the declared processors by name."""
         self.composing = composition = Composition(self.task, self.number)
         await self.fresh.actor.call("compose", self.fresh.user_task.compose, Epoch(self, "compose"))
         self.composing = None
@@ -225,7 +225,7 @@ class Replay:
         return found + sorted({f"the flag to task {to}" for to, _ in recording.flags ^ self._flags})
 
     def _without_pieces(self, requests: Counter[tuple[RequestKind, bytes]]) -> Counter[tuple[RequestKind, bytes]]:
-        """Leaves out what maps sent: a piece that failed, or whose result was dropped, is not computed again."""
+        """Returns the requests without those of maps: pieces that failed, or whose results were dropped, do not run."""
         maps = {where for where, _, method in self._recording.replies if method == DEAL}
         return Counter({sent: count for sent, count in requests.items() if sent[0][0] not in maps})
 
@@ -269,10 +269,10 @@ class Replay:
     def run_beside(self, where: str, function: Callable[[], Any]) -> asyncio.Task[None]:
         return asyncio.create_task(self.fresh.actor.call(where, function, alone=False))
 
-    def leave(self, call: asyncio.Task[None]) -> None:
+    def go_on_without(self, call: asyncio.Task[None]) -> None:
         raise AssertionError("no other task computes pieces in a replay")
 
-    late = ()
+    late_calls = ()
 
     async def fetch(self, channels: tuple[tuple[str, int], ...]) -> None:
         pass  # the recording has what came
@@ -347,7 +347,7 @@ class Replay:
         return release
 
     async def wait_until_released(self) -> None:
-        """Waits until user code has released its holds, `cancel_s` at most: a replay that differs may keep one."""
+        """Waits until user code has released its holds, `cancel_s` or `_THREADS_S` at most: a replay may keep one."""
         held = [asyncio.wrap_future(released) for released in self._holds]
         until = time.monotonic() + _THREADS_S
         while held:

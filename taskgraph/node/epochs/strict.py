@@ -40,7 +40,7 @@ from taskgraph.node.epochs.differing import (
     sharing_attributes,
     state_of,
 )
-from taskgraph.node.epochs.recording import Recording, SharedItem
+from taskgraph.node.epochs.recording import Recording, WatchedItem
 from taskgraph.node.epochs.replaying import ReplayResult, differing_reports, replay, replay_from_snapshot
 from taskgraph.node.epochs.stateless import check_stateless
 from taskgraph.node.replica import Replica
@@ -60,21 +60,21 @@ _NUMBERS = (int, float, np.number)
 
 
 class StrictMode:
-    """Checks one task on its primary."""
+    """Replays the epochs of one task, on its primary, and raises StateError if a replay differs."""
 
     def __init__(self, replica: Replica, log: Logger) -> None:
         self._replica = replica
         self._log = log
         self._skipped = False
-        self._shared_items: list[SharedItem] = []
+        self._watched_items: list[WatchedItem] = []
 
     def new_recording(self, stamp: Stamp) -> Recording:
         """Makes the recording of an attempt that begins."""
-        return Recording(self._replica, stamp, self._shared_items)
+        return Recording(self._replica, stamp, self._watched_items)
 
     @contextlib.asynccontextmanager
     async def _fresh_replica(self) -> AsyncIterator[Replica]:
-        """Makes, for a block, an object of the task on which only `setup` has run."""
+        """Makes a replica with an object of the task on which only `setup` has run; after the block runs `teardown`."""
         fresh = self._replica.twin()
         await fresh.set_up()
         fresh.user_task.primary = True
@@ -86,7 +86,7 @@ class StrictMode:
     # -- an epoch ---------------------------------------------------------------------------------
 
     async def check(self, recording: Recording) -> None:
-        """Replays an epoch that the task has just run.
+        """Replays an epoch that the task has just run; skips it if code ran while other code of the task waited.
 
         Raises:
             StateError: the replay differs from the epoch.
@@ -115,7 +115,7 @@ class StrictMode:
             )
 
     async def _check_replay(self, recording: Recording, boundary: Boundary, after: Digests) -> None:
-        """Replays the epoch, one of the first also as after a restart; raises StateError if the replay differs."""
+        """Replays the epoch, one of the first also as in a restart; raises StateError if a replay differs."""
         first_try = recording.stamp.epoch < _RESTARTED_EPOCHS
         async with self._fresh_replica() as fresh:
             if fresh.shape.in_flight:

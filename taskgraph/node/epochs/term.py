@@ -25,7 +25,7 @@ class Term(Protocol):
 
     Attributes:
         loop: the event loop of the node.
-        thread: the thread that the event loop runs in.
+        thread: identifier of the thread that the event loop runs in (`threading.get_ident`).
     """
 
     @property
@@ -54,14 +54,15 @@ class Term(Protocol):
         """Reports to the leader that the task is idle in an attempt's epoch, at that version."""
 
     async def call(self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
-        """Calls the primary of a task for an attempt; again while that primary is lost or replaced.
+        """Calls the primary of a task for an attempt, and again while that primary is lost or replaced.
 
-        If the call is refused for another reason, this asks for a restart of the epoch, and waits until the restart
-        cancels it.
+        If the call is refused for another reason, asks the leader to restart the epoch, and waits until the restart
+        cancels the caller.
 
         Args:
-            what: names the call in messages.
-            lost: says in messages what the attempt cannot do without an answer.
+            message: makes the message, anew for each try.
+            what: names the call in texts.
+            lost: says in texts what the attempt cannot do without a reply.
 
         Raises:
             Refused: the called task has no such channel or handler.

@@ -19,7 +19,7 @@ class EpochTurns:
         self.waiting: dict[int, asyncio.Event] = {}
 
     async def wait(self, epoch: int) -> None:
-        """Waits until all epochs before `epoch` have passed."""
+        """Waits until `end_turn` was called for all epochs before `epoch`."""
         if self.at < epoch:
             event = self.waiting.get(epoch)
             if event is None:
@@ -27,7 +27,7 @@ class EpochTurns:
             await event.wait()
 
     def end_turn(self, epoch: int) -> None:
-        """Ends the turn of `epoch`, and wakes the next epoch."""
+        """Ends the turn of `epoch`, which must be the current one, and wakes the next epoch."""
         assert epoch == self.at, f"epoch {epoch} passed at the turn of {self.at}"
         self.at = epoch + 1
         if self.waiting and (event := self.waiting.pop(self.at, None)) is not None:

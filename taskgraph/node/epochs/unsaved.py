@@ -97,7 +97,7 @@ class UnsavedStateCheck:
             self._emit_changed(names, epoch)
 
     def capture_state(self) -> dict[str, _Check] | None:
-        """Captures the state at the beginning of an epoch, for `check_state_unchanged`; None: do not check it."""
+        """Returns checks of the state as it is at an epoch's beginning, for `check_state_unchanged`; None: no check."""
         if not self._state_left:
             return None
         self._state_left -= 1
@@ -175,7 +175,7 @@ class UnsavedStateCheck:
 def outside_writes(kind: type) -> dict[str, str]:
     """Returns {method: text about the globals or class attributes that it writes} of a task class.
 
-    Functions that they call are not examined.
+    Methods that run on every node, such as `setup`, are left out, and functions outside the class.
     """
     bases = list(itertools.takewhile(lambda base: base is not Task, kind.__mro__))
     codes: dict[str, CodeType] = {}
@@ -240,7 +240,7 @@ def _writes_in(code: CodeType, classes: set[str]) -> Iterator[str]:
 
 
 def _attributes(task: object) -> dict[str, object]:
-    """Copies the attributes in one step, without calling a user's `__getattribute__` or the `__eq__` of a name."""
+    """Copies a task's attributes in one step, without calling a user's `__getattribute__` or the `__eq__` of a name."""
     found: dict[str, object] = object.__getattribute__(task, "__dict__").copy()
     return {name: value for name, value in found.items() if type(name) is str}
 
@@ -284,7 +284,11 @@ def _array_ends(value: object) -> bytes:
 
 
 def _same_value(value: Any, ends: bytes) -> _Check:
-    """Returns a check whether a later value is the same: by value if this one is small, or else by identity."""
+    """Returns a function that is True of a later value that is equal, if `value` is small; else of the same object.
+
+    Args:
+        ends: `_array_ends` of `value`: an array must also have the same ends.
+    """
     kind = type(value)
     if any(kind is plain for plain in _PLAIN) and sys.getsizeof(value) <= _SMALL_BYTES:
         return lambda now: type(now) is kind and (now is value or now == value)  # a NaN is not equal to itself
@@ -296,7 +300,7 @@ def _same_value(value: Any, ends: bytes) -> _Check:
 
 
 def _same_object(value: object) -> _Check:
-    """Returns a check by identity that does not keep a value alive, which may be large."""
+    """Returns a function that is True of the same object, and does not keep that alive: it may be large."""
     try:
         at = weakref.ref(value)
     except TypeError:  # a list, a dict

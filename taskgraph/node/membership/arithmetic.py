@@ -73,7 +73,7 @@ def _threads() -> str:
 
 
 def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:
-    """Returns text on how a node's arithmetic differs from that of the first other node that differs; "": none."""
+    """Returns text on how `ours` differs in arithmetic from the first other node that differs; "": none does."""
     for other in others.values():
         mine, its = ours.arithmetic, other.arithmetic
         if mine[1:2] != its[1:2]:  # each numpy has its own names for a processor's features
@@ -90,5 +90,5 @@ def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:
 
 
 def _without_features(computes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a description as of `describe_arithmetic` without the features of the processor."""
+    """Returns a description of `describe_arithmetic` without the features of the processor."""
     return (*computes[:2], *[processor.partition(" (")[0] for processor in computes[2:3]], *computes[3:])

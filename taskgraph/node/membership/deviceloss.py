@@ -47,7 +47,7 @@ class DeviceLoss:
         self._first_error: tuple[UserCodeError, int, Stamp] | None = None
 
     def note_error(self, error: BaseException, task: int, stamp: Stamp) -> None:
-        """Notes that an epoch's compute met a device error, which is reported after earlier epochs have committed."""
+        """Notes the first device error of a compute in an attempt, which `root_error` returns later."""
         if isinstance(error, UserCodeError) and (
             self._first_error is None or self._first_error[2].attempt < stamp.attempt
         ):
@@ -56,7 +56,9 @@ class DeviceLoss:
     def root_error(
         self, error: UserCodeError | TaskGraphError, task: int, epoch: int | None
     ) -> tuple[UserCodeError | TaskGraphError, int, int | None]:
-        """Returns (error, task, epoch) to report: for the error of a copy, the compute's error that caused it."""
+        """Returns (error, task, epoch) to report: the given ones, or, for the device error of a copy, those that
+        `note_error` noted in this attempt: their compute caused it.
+        """
         if (
             self._first_error is None
             or not isinstance(error, UserCodeError)
@@ -68,9 +70,9 @@ class DeviceLoss:
         at = self._node.keeper.view.stamp
         return (cause, by, stamp.epoch) if at is not None and at.attempt == stamp.attempt else (error, task, epoch)
 
-    def why_fail(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
-        """Returns text to add to the job's failure. None: the job does not fail, since this node begins to end
-        instead.
+    def leave_or_explain(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
+        """Begins to end this node for a device error that the job survives, and returns None; otherwise returns text to
+        add to the job's failure, "" if it is no such error.
         """
         found = cuda_error(error)
         if found is None or not self._node.own_process:

@@ -19,7 +19,7 @@ class Draining:
     """Drains one node: announces that it leaves, and decides when it may.
 
     Args:
-        empty: True if the node has no primary, and is not stepping down from a term.
+        empty: returns True if the node has no primary, and is not stepping down from a term.
         why_paused: as `Registration.waits`; empty while the node is not paused.
     """
 
@@ -89,7 +89,7 @@ class Draining:
 
     @property
     def over(self) -> bool:
-        """True once this node has no replica that counts, or `drain_s` has passed."""
+        """True once a draining node has no primary and is in no task's in-sync set, or `drain_s` has passed."""
         node = self._node
         if not node.draining:
             return False

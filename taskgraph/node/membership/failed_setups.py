@@ -23,7 +23,7 @@ class FailedSetUps:
     """One node's handling of failed set-ups. A node that shares its process does not end: the others would fail, too.
 
     Args:
-        busy: True if the node is primary of a task, or about to be, even if the view does not show that.
+        busy: returns True if the node is primary of a task, or about to be, even if the view does not show that.
     """
 
     def __init__(self, node: NodeCore, busy: Callable[[], bool]) -> None:

@@ -27,10 +27,10 @@ def failure_record(
     *,
     node: str = "",
 ) -> StatusRecord:
-    """Describes an error: for user code with its place and traceback; our own errors say both in their text.
+    """Makes the record of a job that failed with `error`: place and traceback are those of user code.
 
     Args:
-        also: text to add after the error.
+        also: text to add after the error; "": a hint about the error, if there is one.
         node: the node's name and place, for code that depends on what is there.
     """
     inner: BaseException = error
@@ -67,7 +67,7 @@ def _readable(text: str) -> bytes:
 
 
 def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writer: str) -> StatusRecord:
-    """Describes a failure for code that ended the processes of these nodes."""
+    """Makes the record of a job that failed since one task's code ended the processes of the nodes `names`."""
     wheres = {ran.where for death in names.values() for ran in death.running_code if found.counts(ran)}
     reason = (
         f"task {found.task}, epoch {found.epoch}, {' or '.join(map(repr, sorted(wheres)))}: {len(names)} nodes died "

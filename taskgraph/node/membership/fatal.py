@@ -19,7 +19,7 @@ __all__ = ["FatalCode"]
 
 
 class FatalCode:
-    """One node's check. Every node checks, and etcd takes the first failure.
+    """Fails the job if one task's code ended several nodes. Every node checks, and etcd takes the first failure.
 
     Args:
         changed: called when etcd refused the failure, so that takeovers may go on.

@@ -18,7 +18,7 @@ __all__ = ["Notices"]
 
 
 class Notices:
-    """Informs the primaries here, and the event log; decides nothing."""
+    """Tells primaries on this node of neighbors, and the event log of slow code and unreachable nodes."""
 
     def __init__(self, node: NodeCore, roles: Roles) -> None:
         self._node = node

@@ -17,7 +17,7 @@ __all__ = ["Placement"]
 
 
 class Placement:
-    """The wishes for all tasks, computed again when nodes, primaries or members change."""
+    """Where the replicas of all tasks should be (`by_task`), computed again when nodes, primaries or members change."""
 
     def __init__(self, node: NodeCore) -> None:
         self._node = node

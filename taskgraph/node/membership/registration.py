@@ -41,10 +41,11 @@ _LOOK_S = 0.5
 
 
 class Registration:
-    """One node's lease and key.
+    """Registers one node, keeps its lease and key, and pauses the node while either cannot be proved.
 
     Args:
-        reconcile: makes the roles here follow the view, before the node claims its primaries.
+        reconcile: makes the roles here follow the view; called before a paused node puts its key back, in a transaction
+            that names its primaries.
     """
 
     def __init__(self, node: NodeCore, *, suspicion: Suspicion, reconcile: Callable[[], None]) -> None:
@@ -108,13 +109,13 @@ class Registration:
             await keeper.refresh()
 
     def _check_run(self) -> None:
-        """Raises JobError if another run has the job's name since registration began."""
+        """Raises JobError if the job's name has gone to another run since registration began."""
         view = self._node.keeper.view
         if view.superseded or view.spec_revision != self._spec_revision:
             raise JobError(f"job {view.keys.job!r} was submitted anew while this node started: start the node again")
 
     async def _wait_until_reachable(self) -> None:
-        """Waits until each member that this node cannot reach is gone or reachable. Or until the node is to leave.
+        """Waits until each member that this node cannot reach is gone or reachable, or until the node is to leave.
 
         A living member renews its lease, so at least half of its TTL is always left: a member whose lease stays above
         that for long enough is alive. One reading proves nothing, since a new leader of etcd gives the leases of dead
@@ -183,7 +184,7 @@ class Registration:
         }
 
     async def _try_to_reach(self, other: str, record: NodeRecord) -> TransportError | None:
-        """Returns why a node does not answer; None: it does."""
+        """Returns the error of a probe of another node; None: the node answers."""
         try:
             await self._node.transport.probe(peer_of(other, record), timeout_s=self._node.settings.connect_s)
         except TransportError as error:
@@ -272,11 +273,11 @@ class Registration:
 
     @property
     def unproved(self) -> bool:
-        """True if this node is paused or about to pause."""
+        """True if this node must prove its lease and key again: it is paused, or about to pause."""
         return self._lease is not None and bool(self._why_unproved(self._lease))
 
     def _why_unproved(self, lease: Lease) -> str:
-        """Returns why this node must prove its lease and key again; "": no reason."""
+        """Returns why this node must prove its lease and key again; "": it need not."""
         return self._why_unrenewed(lease) or self._why_key_differs()
 
     def _why_unrenewed(self, lease: Lease) -> str:

@@ -33,12 +33,12 @@ class Suspicion:
     """Finds out for one node which others it suspects, and which are gone; sets its `suspects` and `gone`.
 
     Args:
-        also_named: returns further nodes that count, besides those that have tasks.
-        unproved: True if this node is paused or about to pause.
+        also_named: returns further nodes to watch, besides those that have tasks.
+        unproved: as `Registration.unproved`: what this node sees of others then proves nothing.
         changed: called after changes that the view does not show.
 
     Attributes:
-        detector: decides.
+        detector: decides, by the evidence, which nodes are suspected, and which are gone.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Suspicion:
             self._changed()
 
     def _lease_changed(self, node: str, lease: int, ended: bool) -> None:
-        """Notes that another node's lease has ended, which suspects the node, or that it is alive after all."""
+        """Notes that another node's lease has ended, so that the node is suspected, or that it lasts after all."""
         self.detector.lease_changed(node, lease, ended)
         if ended:
             text = f"{name_of(node)} does not answer: its lease ended (the node is frozen or cut off)"
@@ -187,7 +187,7 @@ class Suspicion:
         node.suspects = detector.suspects
 
     def _nodes_with_tasks(self) -> set[str]:
-        """Returns the nodes that have tasks, or are invited to. An absent node counts until it is back or gone."""
+        """Returns the other nodes that have tasks, or are invited to, and absent ones until they are back or gone."""
         view = self._node.keeper.view
         named = {p.record.node for p in view.primaries.values()}
         named.update(node for members in view.members.values() for node in members)
@@ -220,8 +220,11 @@ class Suspicion:
             self.update()
             self._changed()
 
-    async def watch_absent(self) -> None:
-        """Declares nodes gone that stayed absent for `lost_after_s`, on this node's clock without its pauses."""
+    async def declare_absent_gone(self) -> None:
+        """Declares nodes gone in etcd whose key was absent for `lost_after_s` on this node's clock, without its pauses.
+
+        Also looks again at nodes whose port refused. Runs until cancelled.
+        """
         while True:
             await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
             me = self._node

@@ -24,7 +24,7 @@ __all__ = ["Findings", "audit"]
 
 
 class Findings:
-    """Conclusions from the tasks' ledgers.
+    """What the tasks' ledgers show about unequal sums.
 
     Args:
         reports: the tasks' latest reports.
@@ -49,7 +49,10 @@ class Findings:
 
     @cached_property
     def disagreements(self) -> list[str]:
-        """A line for each edge whose two ledgers were both received, and differ."""
+        """A line for each edge (kind, sender, receiver, name) whose two ledgers are both here, and differ.
+
+        For a task that is `behind` only items count.
+        """
         # An idle task's messages were acknowledged, so ledgers that are read later include them. Only a task whose
         # ledger moved since its report may differ from one that was asked earlier: for those, only items count.
         moved = self._moved
@@ -57,9 +60,8 @@ class Findings:
 
     @cached_property
     def differing(self) -> list[str]:
-        """A line for each edge of which one ledger lacks an entry that the other has.
-
-        Ledgers of different moments may differ if one task is `behind`, so such edges are left out.
+        """A line for each edge on which the ledgers differ, also if a task is `behind`: an entry then counts as lacking
+        only where it cannot still come.
         """
 
         def counts(edge: tuple[str, int, int, str], sent: bool, received: bool) -> bool:
@@ -74,7 +76,7 @@ class Findings:
         return explain(self._pages, counts=counts)
 
     def waits(self, node: NodeCore) -> Iterable[str]:
-        """Names what the leader waits for, if the ledgers show no mistake."""
+        """Yields a text for each task that is `unanswered` or `behind`: what the leader waits for."""
         why = "what was sent and what was received differ"
         for task in self.unanswered:
             holder = node.keeper.view.primary_node(task)

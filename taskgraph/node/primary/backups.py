@@ -222,7 +222,8 @@ class Backups:
         """Waits until every member has stored the boundary, and there are enough members.
 
         Args:
-            admit_wait_s: how long to wait also for wished backups to become members.
+            admit_wait_s: how long to wait also for wished backups to become members; 0: only for candidates that have
+                stored a boundary, until `caught_up_by`.
         """
         need, insync = self._node.settings.min_in_sync, self._insync
         deadline = self._node.now() + admit_wait_s if admit_wait_s else 0.0
@@ -278,7 +279,7 @@ class Backups:
         """Returns {node: deadline} of nodes that should become members before the epoch finishes.
 
         Args:
-            deadline: the deadline for wished nodes.
+            deadline: for wished nodes; 0: only candidates that have stored a boundary, by their own deadlines.
         """
         found = dict.fromkeys(self._invitable(), deadline)
         # A node that needs longer per boundary than an epoch takes would never have them all.
@@ -344,7 +345,7 @@ class Backups:
         return [node for node in self._wished() if node in living]
 
     def _follow_changes(self) -> None:
-        """Follows a change of the view or of a suspicion: invites wished nodes, and wakes managers."""
+        """Follows a change of the view or of a suspicion: invites wished nodes, wakes managers, deletes old keys."""
         self.unsent.flush()  # nodes come or go: the next commit should wait for nothing else
         self._wake_waits()
         for peer in self._peers.values():
@@ -559,7 +560,7 @@ class Backups:
         await self._note_write(revision, backoff, "evicted", node, what, transient=ended or known)
 
     def _note_evicted(self, peer: PeerReplica, written: bool) -> None:
-        """Notes whether the evicting write succeeded; if so, withdraws the offers to the node."""
+        """Notes whether the evicting write succeeded; if so, ignores the answers to offers under way to the node."""
         self._insync.evicted(peer.node, written)
         if written:
             peer.withdraw()
@@ -568,7 +569,7 @@ class Backups:
     async def _note_write(
         self, revision: int | None, backoff: Backoff, kind: str, node: str, what: str, *, transient: bool
     ) -> None:
-        """Emits the change of the in-sync set that a write made; reads the view again if etcd refused the write."""
+        """Emits the change of the in-sync set that a write made; reads the view again if etcd refused it (None)."""
         keeper = self._node.keeper
         if revision is None:
             await keeper.refresh()

@@ -73,8 +73,8 @@ class CheckpointReader:
         return CheckpointName(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
 
     async def newest_usable(self, pointer: CheckpointRecord) -> NewestCheckpoint:
-        """Returns the newest checkpoint, not newer than the pointer's, of which every file can be read, and why newer
-        ones were refused.
+        """Returns the newest checkpoint of which every file can be read, of those that `pointer`, etcd's record, names;
+        and why newer ones were refused.
         """
 
         def look() -> NewestCheckpoint:
@@ -99,7 +99,7 @@ class CheckpointReader:
         return SAME_PLACE
 
     async def boundary_of(self, task: int, term: int) -> Boundary | None:
-        """Reads the committed boundary of a task from the checkpoint; None if the checkpoint has no file of the task.
+        """Reads the committed boundary of a task from its checkpoint; None: it has no checkpoint, or that no such file.
 
         Raises:
             CheckpointError: the file is missing, torn, corrupt or foreign.

@@ -28,7 +28,7 @@ _MAX_REPORTED = 16
 
 
 class CheckpointWriter:
-    """Writes one primary's files, and reports them to the leader."""
+    """Writes one primary's files of checkpoints, and reports them to the leader."""
 
     def __init__(self, node: NodeServices, task: int) -> None:
         self._node = node
@@ -42,7 +42,7 @@ class CheckpointWriter:
         self._failing = False
 
     def is_due(self, boundary: Stamp, *, stateful: bool) -> bool:
-        """True if a boundary is to be written once it is committed, and has not been written."""
+        """True if a boundary is to be written once it is committed, and is not the last one that was queued."""
         spec = self._node.spec
         return (
             spec.checkpoint is not None
@@ -114,7 +114,7 @@ class CheckpointWriter:
         self._written = {at: written for at, written in self._written.items() if at in kept}
 
     async def report(self) -> None:
-        """Reports files to the leader, and to every new leader again, until the pointer includes them.
+        """Reports files to the leader, and to every new leader again, until etcd's record shows a checkpoint with them.
 
         Files are reported in the order they were written, all unreported ones together: one by one, short
         epochs would outrun the reports.

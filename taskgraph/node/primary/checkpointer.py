@@ -39,7 +39,7 @@ _MIB = 1 << 20
 
 
 class Checkpointer:
-    """Writes manifests and the pointer, and removes old checkpoints."""
+    """Completes checkpoints: writes manifests, and the pointer (etcd's record of the newest one); removes old ones."""
 
     def __init__(self, node: NodeServices, primary: Primary) -> None:
         self._node = node
@@ -171,7 +171,7 @@ class Checkpointer:
         return f"since that of epoch {pointer.record.epoch}" if pointer is not None else "yet"
 
     async def _give_up(self) -> None:
-        """Removes files of checkpoints that cannot become complete, to make room for the next."""
+        """Removes reported files of checkpoints that cannot become complete, to make room for the next."""
         node, checkpoints, view = self._node, self._node.checkpoints, self._node.keeper.view
         for stamp, task in self._collected.give_up(view).items():
             name, still = checkpoints.name_of(stamp), partial(self._may_give_up, stamp)
@@ -204,9 +204,9 @@ class Checkpointer:
         return self._leads() and is_open(self._node.keeper.view, stamp)
 
     async def _complete(self, boundary: Stamp, files: tuple[WrittenFile, ...]) -> bool:
-        """Writes staged manifest, pointer and final manifest, and removes old checkpoints.
+        """Makes a checkpoint: writes staged manifest, pointer and final manifest, and removes old checkpoints.
 
-        Returns False if the pointer was not put: try again.
+        Returns False if the pointer was not written: try again.
         """
         node, view, checkpoints = self._node, self._node.keeper.view, self._node.checkpoints
         old = view.checkpoint.record if view.checkpoint is not None else None
@@ -286,9 +286,9 @@ class Checkpointer:
         return False
 
     async def _finish(self, record: CheckpointRecord) -> bool:
-        """Finishes the checkpoint that the pointer names. Returns False if its final manifest could not be written.
+        """Writes the final manifest of the checkpoint that the pointer names, by which readers without etcd find it.
 
-        Readers without etcd find the checkpoint by that manifest. Then old checkpoints are removed, if they can be.
+        Then removes old checkpoints, if possible. Returns False if the manifest could not be written.
         """
         store = self._node.checkpoints.store
         if not await self._try_work(record.epoch, "its last manifest is not there", lambda: store.finish(record.name)):
@@ -342,7 +342,7 @@ class Checkpointer:
         return True
 
     def _emit_failed(self, epoch: int, failed: str, why: str) -> None:
-        """Emits a failure once, although it is retried each second."""
+        """Emits a failure once for each epoch, although the work is retried each second."""
         if self._failed.get(failed) == epoch:
             return
         again = failed in self._failed

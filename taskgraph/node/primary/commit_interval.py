@@ -27,9 +27,9 @@ def adapted_interval_s(gather_s: float, nodes: int, cores: int) -> float:
 
 
 class CommitInterval:
-    """How long the epochs of one node wait to be committed together.
+    """Computes, on one node, how long epochs wait to be committed together.
 
-    It counts the nodes on the leader's host, and assumes that this host has as many cores as this node's.
+    Counts the nodes on the leader's host, and assumes that it has as many cores as this node's.
 
     Containers of one machine count together, against all cores of the machine.
 
@@ -45,8 +45,8 @@ class CommitInterval:
         """Returns the time between two commits if no task waits for them.
 
         Args:
-            ahead: how many epochs the caller may be ahead of the last commit. If large epochs reduce that below the
-                setting, the interval is not adapted: the task would run out of epochs.
+            ahead: how many epochs the caller may be ahead of the last commit. If that is below the setting, since
+                epochs are large, the interval is not adapted: the task would run out of epochs.
         """
         node, view = self._node, self._node.keeper.view
         if ahead < node.settings.epochs_ahead:

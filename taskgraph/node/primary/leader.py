@@ -158,7 +158,7 @@ class LeaderRole:
         return self._accepted
 
     def lacks_own_report(self) -> bool:
-        """True if a commit lacks only the report of the leader's own task, and a task waits for the commit."""
+        """True if a commit lacks only the report of task 0, and a task waits for the commit."""
         return self._leader.lacks_task_0()
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
@@ -181,7 +181,7 @@ class LeaderRole:
         return rows
 
     def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
-        """Returns the rows of `rows_before`; None if some are missing.
+        """Returns what `rows_before` returns, at once; None if some are missing.
 
         This leader committed that epoch or will commit it, or every task sends it the numbers again.
         """
@@ -291,7 +291,7 @@ class LeaderRole:
                 pass
 
     def _wake_if_due(self) -> None:
-        """Wakes the role, unless it would only go on to gather epochs for the next commit."""
+        """Wakes `_lead`, unless it would only go on to gather epochs for the next commit."""
         if self._acting:
             self._report_came = True
         elif self._leader.urgent or not self._gather_more():
@@ -302,7 +302,7 @@ class LeaderRole:
         return not (commit.finished or commit.awaited or commit.epochs >= self._leader.enough) and self._gather_more()
 
     def _gather_more(self) -> bool:
-        """Sets a timer that ends gathering. False: do not gather, since a takeover came or the last commit is old."""
+        """Sets a timer that wakes `_lead` when a commit is due. False: it is due, or a takeover came after the last."""
         if self._node.keeper.view.generation_revision != self._commit_generation:
             return False
         if self._gather_timer is not None:
@@ -319,7 +319,7 @@ class LeaderRole:
             self._gather_timer = None
 
     def _end_gathering(self) -> None:
-        """Wakes the role, since epochs have been gathered long enough."""
+        """Wakes `_lead`, since epochs have been gathered long enough."""
         self._gather_timer = None
         self._wake.set()
 
@@ -478,7 +478,7 @@ class LeaderRole:
     async def _explain_divergence(self, diverged: Diverged) -> None:
         """Examines unequal sums by the ledgers: names waits; or fails the job, or after a takeover restarts the epoch.
 
-        Ends with the first new report.
+        Gives up with the first new report.
         """
         stamp, news = self._leader.stamp, self._last_news
         assert stamp is not None
@@ -530,7 +530,7 @@ class LeaderRole:
         return decision == diverged and self._fences() == fence and self._last_news == news
 
     async def _watch_stalls(self) -> None:
-        """Examines stalled epochs, until cancelled; beside `run`, which must not wait for a task without an answer."""
+        """Examines epochs without news for `stall_check_s`, until cancelled; beside `_lead`, which must not wait."""
         limit_s = self._node.settings.stall_check_s
         while True:
             await asyncio.sleep(max(_SETTLE_S, limit_s - (self._node.now() - self._last_news)))
@@ -574,9 +574,7 @@ class LeaderRole:
             self._node.events.emit("waits", text, epoch=stamp.epoch)
 
     def _describe_unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:
-        """Returns a text for each task that blocks the epoch and did not answer: where its primary is, and what is
-        known of it.
-        """
+        """Returns a text for each task that blocks the epoch and is not in `gathered`, about its primary and node."""
         view = self._node.keeper.view
         lines = []
         for task in self._leader.blocking(view):
@@ -617,7 +615,7 @@ class LeaderRole:
         return gathered
 
     def _fences(self) -> tuple[Compare, ...]:
-        """Returns what fences a decision to fail the job: this leader's term, the epoch, the last takeover."""
+        """Returns the fences of a decision to fail the job: this leader's term, the epoch, the last takeover."""
         view = self._node.keeper.view
         epoch = view.epoch.mod_revision if view.epoch else 0
         return (

@@ -18,8 +18,9 @@ class PeerReplica:
     """What a primary knows of one other node that has, or is to have, a replica of its task.
 
     Attributes:
-        offered: offers under way that the node's manager did not send.
-        caught_up_by: deadline until which an epoch waits for this candidate, once it has stored a boundary.
+        invitation: counts the primary's invitations; a release ends only what was acknowledged up to its own.
+        offered: offers under way that the node's manager did not send: boundary -> the coming answer.
+        caught_up_by: until when an epoch waits for this candidate to become a member; 0: it has stored no boundary yet.
         idle: the manager has nothing to do until something changes.
         refused: the node's reason for refusing the last offer; "": it accepted.
         wait: a future that is done when `due` is true: the manager has something to do.
@@ -46,7 +47,7 @@ class PeerReplica:
             self.wait.set_result(None)
 
     def withdraw(self) -> None:
-        """Cancels the offers that the manager did not send, so that their answers are ignored."""
+        """Ignores the answers to the offers that the manager did not send."""
         offered, self.offered = self.offered, {}
         for reply in offered.values():
             reply.cancel()

@@ -27,7 +27,7 @@ from taskgraph.node.epochs.unsaved import UnsavedStateCheck
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoint_writer import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
-from taskgraph.node.primary.shared_state import SharedPart
+from taskgraph.node.primary.shared_state import SharedStateAccess
 from taskgraph.node.snapshots import empty_snapshot
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cuda_error
 from taskgraph.protocol.boundaries import Boundary
@@ -76,7 +76,7 @@ class Primary:
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
         self.strict = StrictMode(replica, node.log)
-        self.shared = SharedPart(node, replica, taken.term)
+        self.shared = SharedStateAccess(node, replica, taken.term)
         self.unsaved = UnsavedStateCheck(node, replica, taken.term)
         self.attempts = Attempts(node.keeper, replica.task, taken.term)
         settings = node.settings
@@ -107,7 +107,7 @@ class Primary:
     # -- life -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Works until cancelled. User errors fail the job; a stuck compute ends the node."""
+        """Works until cancelled. Errors of user code fail the job; raises StuckError, which ends the node."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -187,7 +187,7 @@ class Primary:
         self.stage = ""
 
     async def _first_boundary(self) -> tuple[EpochRecord, Boundary]:
-        """Returns the committed boundary, complete, and the epoch as read with it."""
+        """Returns the `epoch` record, and the committed boundary that it names, with its shared state."""
         replica = self.replica
         while True:
             view = self.node.keeper.view
@@ -413,8 +413,8 @@ class Primary:
             raise asyncio.CancelledError
 
     async def _conclude(self) -> None:
-        """Computes the result once the job has finished, then waits until the job runs again; hands the task over if
-        this node drains.
+        """Computes the result if the job has finished, then waits until the job runs again; hands the task over if this
+        node drains.
 
         The term goes on until the results are collected: a roll-back may make the job run again before that.
         """
@@ -614,7 +614,7 @@ class Primary:
         )
 
     async def _request_restart(self, request: RequestRestart) -> None:
-        """Sends a message to each new leader until one has acted on it: a leader may die before it writes."""
+        """Sends a request to the leader, and to each later one, until the attempt is over: a leader may die."""
         keeper = self.node.keeper
         while not _is_over(request.stamp, keeper.view):
             leader = keeper.view.primaries.get(0)
@@ -650,7 +650,7 @@ class Primary:
                 return reply
 
     async def _wait_for_memory(self, stamp: Stamp, refused: Refused, what: str) -> bool:
-        """Returns True, after a pause, if the same attempt is to repeat a refused call; False: the epoch restarts.
+        """Returns True, after a pause, if the same attempt is to repeat a refused call; False: it is not.
 
         Only memory is waited for: for 0 s in the first attempt that lacks it, then for 1 s, 2 s, 4 s.
         """
@@ -693,13 +693,13 @@ class Primary:
 
 
 def _is_over(stamp: Stamp, view: JobView) -> bool:
-    """True if reports of that epoch are of no use: it is committed, or its attempt is over."""
+    """True if the epoch at `stamp` needs no restart: it is committed, or its attempt is over."""
     at = view.stamp
     return at is not None and (at.attempt != stamp.attempt or at.epoch > stamp.epoch)
 
 
 def _is_over_or_leader_changed(stamp: Stamp, leader: Versioned[PrimaryRecord] | None, view: JobView) -> bool:
-    """True if the epoch is over, or the leader has changed."""
+    """True if `_is_over`, or the view has another primary of task 0 than `leader`."""
     return view.primaries.get(0) is not leader or _is_over(stamp, view)
 
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from taskgraph.node.services import NodeServices
     from taskgraph.protocol.view import JobView
 
-__all__ = ["SharedPart"]
+__all__ = ["SharedStateAccess"]
 
 _NO_MEMORY_PAUSE_S = 1.0
 """Pause before shared state is fetched again that this node had no memory for."""
 
 
-class SharedPart:
-    """The shared state of one task, for its primary of one term.
+class SharedStateAccess:
+    """Fetches the shared state of one task for its primary, and gives it to primaries of other tasks, in one term.
 
     Attributes:
         stage: what the primary waits for here, for `status`; empty: nothing.

@@ -123,7 +123,7 @@ class TakeOvers:
             self._node.events.emit("waits", why, task=task)
 
     def _clear_orphan(self, task: int) -> None:
-        """Forgets why a task had no primary, since it has one."""
+        """Forgets why a task had no primary: it has one, is about to get one, or needs none."""
         self._orphans.pop(task, None)
         self._unplaceable.discard(task)
 
@@ -180,7 +180,7 @@ class TakeOvers:
                 pass
 
     async def _become_primary(self, task: int, *, failure: bool) -> None:
-        """Takes a task over as a member of its in-sync set, in one transaction."""
+        """Takes a task over as a member of its in-sync set, in one transaction; `failure`: its primary died."""
         view, replica = self._node.keeper.view, self._roles.replica(task)
         old = view.primaries.get(task)
         writer = self._node.writer()
@@ -363,7 +363,11 @@ class TakeOvers:
         return list(dict.fromkeys([*its, *(node for node in view.members_of(task) if node in view.gone)]))
 
     async def _fail_lost(self, task: int, why: str = "") -> None:
-        """Fails the job, since a task has lost all its replicas."""
+        """Fails the job, since a task has lost all its replicas; does nothing if the view has changed meanwhile.
+
+        Args:
+            why: what to say in place of advice to have more backups; "": that advice.
+        """
         view = self._node.keeper.view
         members = ", ".join(name_of(n) for n in view.in_sync(task)) or "none"
         epoch = view.epoch.record.epoch if view.epoch else None

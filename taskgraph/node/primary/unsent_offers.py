@@ -81,7 +81,7 @@ class UnsentOffers:
         """Notes that a commit was read: the next deadline counts from it.
 
         Args:
-            goes_on: the attempt goes on; False: there is no deadline, since the next commit is not due.
+            goes_on: the attempt goes on; False: there is no deadline, since it is unknown when the next commit comes.
         """
         if goes_on:
             self._deadline.note_commit()

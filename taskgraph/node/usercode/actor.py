@@ -153,7 +153,7 @@ class Actor:
             if (type(code) is not CodeType or not code.co_flags & _COROUTINE) and not is_async(function):
                 return await self._call_thread(where, function, args, alone, after, context)
             if self.in_threads and alone and self._turn.locked():
-                await self._wait_for_turn(where)
+                await self._wait_until_turn_free(where)
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             if self._device is not None:
                 coroutine = OnStream(coroutine, self._device, self._stream_of(self._device))
@@ -224,11 +224,11 @@ class Actor:
         except TimeoutError:
             raise self.stuck_error(where) from None
 
-    async def call_on_loop(self, where: str, function: Callable[[], R]) -> R:
-        """Calls a function of the framework on the event loop, in the task's turn. It must take microseconds."""
+    async def call_framework_on_loop(self, where: str, function: Callable[[], R]) -> R:
+        """Calls a function of the framework on the event loop, while no thread has the turn. It takes microseconds."""
         stamp = self.stamp
         if self.in_threads and self._turn.locked():
-            await self._wait_for_turn(where)
+            await self._wait_until_turn_free(where)
         began = self._tracing.on and self._tracing.begin(stamp)
         try:
             return function()
@@ -247,8 +247,8 @@ class Actor:
         )
         return UserCodeError(where, error.with_traceback(ended.__traceback__))
 
-    async def _wait_for_turn(self, where: str) -> None:
-        """Waits until no thread holds the turn. It stays free until the caller's next await."""
+    async def _wait_until_turn_free(self, where: str) -> None:
+        """Waits until no thread holds the turn, which then stays free until the caller's next await."""
         await self._take_turn(where)
         self._turn.release()
 
@@ -276,7 +276,7 @@ class Actor:
         times: int,
         attempt: CallOwner | None,
     ) -> R:
-        """Runs a coroutine, after its first await, to its end. It is listed in `running`."""
+        """Runs a coroutine from its first await to its end, and lists it in `running` meanwhile."""
         words = lastwords.here
         mark = self._list_call(where, stamp)
         self.waiting += 1
@@ -351,7 +351,10 @@ class Actor:
                 self._turn.release()
 
     def _note_duration(self, where: str, took_s: float) -> None:
-        """Notes how long a call took, to learn which functions are brief. A few long calls in a row change nothing."""
+        """Notes how long a call took, to learn for which functions the event loop waits while a thread runs them.
+
+        One brief call adds a function; three long calls in a row remove it.
+        """
         if took_s <= _BRIEF_S:
             if len(self._brief) == _BRIEF_NAMES:
                 self._brief.clear()  # processors may have new names in every epoch
@@ -458,14 +461,12 @@ _CALLS = (Actor._run_in_thread.__code__, Actor.call.__code__)
 
 
 def in_user_code(innermost: FrameType) -> bool:
-    """True if a thread, by its stack, runs user code or is about to."""
+    """True if a thread, by its innermost frame, runs user code or is about to."""
     return any(frame.f_code in _CALLS for frame, _ in traceback.walk_stack(innermost))
 
 
 def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
-    """Returns (task, name of the call, stack as text) of the user code that a thread runs, by its stack; None: it runs
-    none.
-    """
+    """Returns (task, name of the call, stack as text) of a thread's user code, by its innermost frame; None: none."""
     stack = [frame for frame, _ in traceback.walk_stack(innermost)]
     for depth, frame in enumerate(stack):
         if frame.f_code in _CALLS:

@@ -15,7 +15,7 @@ __all__ = ["Contexts"]
 
 
 class Contexts:
-    """Makes the context of each call of a task's code.
+    """Makes the `contextvars.Context` of each call of a task's code.
 
     Args:
         outer: the context in which the driver was imported.

@@ -36,16 +36,17 @@ class CancelledByUserCode(BaseException):
 
 
 class CoroutineDriver:
-    """Runs a coroutine from its first await to its end, and takes the task's turn for each step.
+    """Runs a coroutine from its first await to its end; before each step waits until no thread holds the task's turn.
 
-    A coroutine that was cancelled may clean up, or catch the cancellation and go on, for `cancel_s`.
+    A coroutine that was cancelled may clean up, or catch the cancellation and go on, for `cancel_s`. Then it is closed,
+    and StuckError raised.
 
     Args:
         context: the context of the coroutine's steps.
         waited: the future that the coroutine awaits first.
-        turn: the task's turn; None if the coroutine needs none. Only threads hold it while the event loop runs.
+        turn: the task's turn; None: the coroutine does not wait for it.
         times: how often the coroutine has cancelled its own asyncio task. It may take that back with `uncancel`, as
-            `asyncio.timeout` does; the number at its end counts.
+            `asyncio.timeout` does; if the number is above 0 at its end, CancelledByUserCode is raised.
         attempt: the work that the coroutine belongs to, if any. `uncancel` does not undo the end of that work.
     """
 
@@ -118,7 +119,7 @@ class CoroutineDriver:
                 run(coroutine.close)
 
     def _wait_until_done(self, waited: asyncio.Future[Any], times: int) -> Generator[Any, Any, None]:
-        """Waits for asyncio tasks of user code; cancelled ones may go on, too, until the time limit."""
+        """Waits for an asyncio task of user code; once cancelled, it may go on, too, until the time limit."""
         waited._asyncio_future_blocking = False  # `self` waits for it, not asyncio
         while not waited.done():
             ended: asyncio.Future[None] = self._task.get_loop().create_future()
@@ -132,7 +133,7 @@ class CoroutineDriver:
                 waited.cancel()
 
     def _on_cancelled(self, times: int) -> None:
-        """Handles a cancellation. Raises StuckError if the time limit has passed."""
+        """Handles a cancellation: starts the time limit, or raises StuckError if that has passed."""
         if self._limit_passed:
             self._task.uncancel()  # `_give_up` cancelled it
             self._abandon()

@@ -57,7 +57,7 @@ def cuda_error(error: BaseException | None) -> BaseException | None:
 
 
 def definition_text(function: Callable[..., Any]) -> str:
-    """Says where a function is defined, in the form of a traceback; "" if it has no code."""
+    """Returns text on where a handler is defined, in the form of a traceback; "" if it has no Python code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""

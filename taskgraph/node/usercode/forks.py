@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-__all__ = ["count", "end_child", "kept_from_children"]
+__all__ = ["count", "end_child", "ending_forked_children"]
 
 count = 0
 """The number of forks between this process and the one that imported this module: faster to read than a process id."""
@@ -34,7 +34,9 @@ _masks: dict[int, set[int | signal.Signals]] = {}
 
 
 def end_child(who: str, error: BaseException | None = None) -> NoReturn:
-    """Ends a child process: prints why, and runs no exit handlers, which are its parent's."""
+    """Ends this process, a forked child: prints why, unless `error` is SystemExit, and runs no exit handlers, which are
+    its parent's.
+    """
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         os._exit(error.code or 0)
     said = "".join(traceback.format_exception(error)) if error is not None else ""
@@ -45,7 +47,7 @@ def end_child(who: str, error: BaseException | None = None) -> NoReturn:
 
 
 @contextlib.contextmanager
-def kept_from_children() -> Iterator[None]:
+def ending_forked_children() -> Iterator[None]:
     """Within the block, a forked child ends when it reaches the running event loop, also in a user's asyncio task.
 
     Children of code that `Actor` calls end earlier: when that code returns.
@@ -88,7 +90,7 @@ def _after_in_child() -> None:
 
 
 def _end_child_in(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes a child process end when its asyncio task returns or awaits, before it reads its parent's messages.
+    """Makes this child process end when its asyncio task returns or awaits, before it reads its parent's messages.
 
     Both make the loop call `call_soon`: for callbacks of the task, its next step, or a cancelled future that it awaits.
     """

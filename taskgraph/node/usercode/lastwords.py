@@ -30,12 +30,12 @@ __all__ = [
     "Call",
     "LastCalls",
     "LastWords",
-    "call_on_loop",
     "crash_place",
     "intend_end",
     "mark_intended",
     "read",
-    "restart",
+    "read_loop_call",
+    "recreate_file",
     "start",
 ]
 
@@ -158,14 +158,14 @@ def _call_at(data: bytes, at: int) -> Call | None:
 
 
 class LastCalls(NamedTuple):
-    """The last words of a process: its calls, in the order in which they began, and whether its end was intended."""
+    """The last words of a process: its calls that had not returned, oldest first, and whether its end was intended."""
 
     ran: tuple[RunningCode, ...]
     intended: bool
 
 
 def read(folder: Path) -> LastCalls | None:
-    """Reads the last words of the process of a folder; None if the process left in good order, or wrote nothing."""
+    """Reads the last words in a node's folder; None: the node removed them as it left in good order, or wrote none."""
     try:
         data = (folder / _FILE).read_bytes()
     except OSError:
@@ -176,7 +176,7 @@ def read(folder: Path) -> LastCalls | None:
     return LastCalls(tuple(call.ran for call in sorted(calls)), bool(data[_INTENDED_AT]))
 
 
-def call_on_loop(folder: Path) -> Call | None:
+def read_loop_call(folder: Path) -> Call | None:
     """Returns the call that the event loop of a living process runs now; None if it runs none."""
     try:
         with (folder / _FILE).open("rb") as file:
@@ -233,7 +233,7 @@ def start(folder: Path) -> None:
         log.warning("if this process dies, the code that it ran will not be known: %s", error)
 
 
-def restart(folder: Path) -> None:
+def recreate_file(folder: Path) -> None:
     """Makes the file again if another program removed it. Calls that run at that time are not in it."""
     if here is not None and not (folder / _FILE).exists():
         start(folder)

@@ -169,7 +169,7 @@ class PooledThreads:
         return work
 
     def _make_thread_for(self, work: _ThreadCall[Any]) -> bool:
-        """Makes another thread for this work. Returns False if the system allows none."""
+        """Makes another thread for this work. Returns False if the system allows none, but others may take the work."""
         try:
             _Thread(self._serve, f"{self._name}_{self._threads}", work)
         except (OSError, RuntimeError) as error:  # no thread can be made now
@@ -212,7 +212,7 @@ class PooledThreads:
                 self._loop.call_exception_handler({"message": f"Exception in {function!r}", "exception": error})
 
     def _serve(self, thread: _Thread) -> None:
-        """Runs work in a thread until there is none left."""
+        """Runs work in this thread, and waits for more while idle, until the pool closes or has too many threads."""
         while (work := thread.work) is not None:
             thread.work = None
             work.run()
@@ -293,7 +293,7 @@ class _Thread:
         return True
 
     def wake(self, work: _ThreadCall[Any] | None) -> None:
-        """Gives work to an idle thread."""
+        """Gives work to an idle thread; None: it ends."""
         self.work = work
         os.write(self._write, _WAKE_BYTES)
 

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from taskgraph.device.afterwards import on_a_loop
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES
-from taskgraph.device.lookup import declare
+from taskgraph.device.lookup import register_array_type
 
 __all__ = ["SoftArray", "SoftDevice", "SoftEvent", "SoftStream"]
 
@@ -671,7 +671,7 @@ def _operand(value: Any) -> NDArray[Any]:
 
 
 SoftDevice.array_type = SoftArray
-declare(SoftArray, lambda array: array.soft)
+register_array_type(SoftArray, lambda array: array.soft)
 
 
 def _namespace(device: SoftDevice) -> ModuleType:

@@ -146,7 +146,7 @@ def settle(memory: object = None) -> None:
     """What nobody has any more goes back now; or this does."""
     end = time.monotonic() + 10
     settle_calls()
-    while not all(kept.leases and kept is not memory for kept in buffers_module._kept):
+    while not all(kept.uses and kept is not memory for kept in buffers_module._kept):
         assert time.monotonic() < end, "it does not go back"
         time.sleep(0.001)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from taskgraph.device import cuda
-from taskgraph.device.memory import LIMIT, BoundedAllocator, bound_pinned_memory, givers
+from taskgraph.device.memory import LIMIT, BoundedAllocator, bound_pinned_memory, reclaimers
 from taskgraph.device.visible import PRETEND
 
 GIB = 1 << 30
@@ -175,10 +175,10 @@ class Cupy:
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(LIMIT, raising=False)
-    before = givers[:]
-    givers.clear()
+    before = reclaimers[:]
+    reclaimers.clear()
     yield
-    givers[:] = before
+    reclaimers[:] = before
 
 
 def processes(gpu: Gpu, count: int, fraction: float = 0.9) -> list[Cupy]:
@@ -254,12 +254,12 @@ def test_gain_for_two_threads() -> None:
     (one, _), held = processes(Gpu(), 2), []
 
     def meanwhile(nbytes: int) -> bool:
-        givers.clear()
+        reclaimers.clear()
         held.append(one.alloc(2))
         return False
 
     held.append(one.alloc(45))
-    givers.append(meanwhile)
+    reclaimers.append(meanwhile)
     held.append(one.alloc(3))
     assert one.pool.total == 50 * GIB and one.pool.limit == int(45 * GIB * 9 / 8)
 
@@ -307,7 +307,7 @@ def test_givers_are_asked_in_turn() -> None:
 
         return give_back
 
-    givers.extend(
+    reclaimers.extend(
         [giver("has none", 0), giver("has too little", GIB), giver("has enough", 9 * GIB), giver("last", GIB)]
     )
     one.alloc(10)
@@ -321,7 +321,7 @@ def test_final_error_is_cupys() -> None:
     (one,) = processes(Gpu(), 1)
     held = one.alloc(80)
     asked: list[int] = []
-    givers.append(lambda nbytes: bool(asked.append(nbytes)))
+    reclaimers.append(lambda nbytes: bool(asked.append(nbytes)))
     with pytest.raises(OutOfMemoryError) as caught:
         one.alloc(11)
     assert caught.value.args == (11 * GIB, 80 * GIB, 90 * GIB)

@@ -8,7 +8,7 @@ from softdevice import SoftDevice
 
 from taskgraph.device import shared
 from taskgraph.device.api import HANDLE_BYTES
-from taskgraph.device.memory import givers
+from taskgraph.device.memory import reclaimers
 from taskgraph.device.shared import LEAST_BYTES, Segment, SharedMemory
 
 MIB = 1 << 20
@@ -135,7 +135,7 @@ def test_spoiled_segment_at_the_limit_is_freed_after_readers(
     memory.give_back(segment, [soft.record(soft.new_stream())])
     before = len(soft.waits)
     assert memory.take(other.size) is None
-    assert len(memory) == 1 and soft.waits[before:] == ["SharedMemory._free"]
+    assert len(memory) == 1 and soft.waits[before:] == ["SharedMemory._wait_until_unused"]
 
 
 def test_spoiled_segment_is_not_reused(memory: SharedMemory, soft: SoftDevice) -> None:
@@ -159,9 +159,9 @@ def test_short_memory_frees_idle(memory: SharedMemory) -> None:
 
 def test_asked_before_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_offered", {})
-    both = [shared.offer_memory(SoftDevice()) for _ in range(2)]  # the giver is not told which of them is short
+    both = [shared.offer_memory(SoftDevice()) for _ in range(2)]  # the reclaimer is not told which of them is short
     segments = [taken(memory) for memory in both]
-    (give_back,) = [giver for giver in givers if giver.__module__ == shared.__name__]
+    (give_back,) = [reclaimer for reclaimer in reclaimers if reclaimer.__module__ == shared.__name__]
     assert not give_back(MIB)
     for memory, segment in zip(both, segments, strict=True):
         memory.give_back(segment, [])

@@ -15,7 +15,7 @@ from softdevice import SoftArray, SoftDevice  # noqa: E402
 
 import taskgraph.torch as subject  # noqa: E402
 from taskgraph.device import cuda, lookup  # noqa: E402
-from taskgraph.device.lookup import declare  # noqa: E402
+from taskgraph.device.lookup import register_array_type  # noqa: E402
 from taskgraph.graph.values import decode, device_buffers, device_buffers_intact, encode  # noqa: E402
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice  # noqa: E402
 
@@ -41,7 +41,7 @@ class Lent(SoftArray):
         return np.asarray(Exported(self)).__dlpack__(**wanted)
 
 
-declare(Lent, lambda array: array.soft)
+register_array_type(Lent, lambda array: array.soft)
 
 
 class There:
@@ -195,7 +195,7 @@ def test_an_error_of_the_device_is_none_of_those(there: There) -> None:
 
 
 def test_pytorch_is_asked_for_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert subject._free_unused_memory in cuda.givers
+    assert subject._free_unused_memory in cuda.reclaimers
     assert not subject._free_unused_memory(1), "it did not come to CUDA yet"
     reserved = [10]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

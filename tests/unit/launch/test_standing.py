@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from taskgraph.launch.standing import STANDS_S, StalledLoop, is_stopped, stall_text, with_stalls
-from taskgraph.node.usercode.lastwords import IN_THREAD, LastWords, call_on_loop, encoded_name, read
+from taskgraph.node.usercode.lastwords import IN_THREAD, LastWords, encoded_name, read, read_loop_call
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import JobStatus, RunningCode, StatusRecord
 
@@ -17,18 +17,18 @@ STAMP = Stamp(1, 3)
 
 
 def test_launcher_reads_what_a_loop_runs(tmp_path: Path) -> None:
-    assert call_on_loop(tmp_path) is None
+    assert read_loop_call(tmp_path) is None
     words = LastWords(tmp_path)
-    assert call_on_loop(tmp_path) is None
+    assert read_loop_call(tmp_path) is None
     words.note_on_loop(2, STAMP, "send")
-    first = call_on_loop(tmp_path)
+    first = read_loop_call(tmp_path)
     assert first is not None and first[1] == RunningCode("send", 2, 3)
     words.clear_on_loop()
-    assert call_on_loop(tmp_path) is None
+    assert read_loop_call(tmp_path) is None
     words.note_call((1, 1), 4, 3, encoded_name("in a thread"))
-    assert call_on_loop(tmp_path) is None, "a thread does not hold the loop up"
+    assert read_loop_call(tmp_path) is None, "a thread does not hold the loop up"
     words.note_on_loop(2, STAMP, "send")
-    second = call_on_loop(tmp_path)
+    second = read_loop_call(tmp_path)
     assert second is not None and second[0] != first[0], "the same code once more is another call"
 
 

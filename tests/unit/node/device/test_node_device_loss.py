@@ -41,12 +41,12 @@ async def alone(cluster: InProcessCluster) -> Node:
 def test_node_ends_after_handing_over() -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         left = await alone(cluster)
-        assert "no other node is there" in str(left.device_loss.why_fail(ERROR, 0, 1))
+        assert "no other node is there" in str(left.device_loss.leave_or_explain(ERROR, 0, 1))
         cluster.add()
         await left.keeper.wait_until(lambda view: len(view.nodes) == 2)
         cluster._members[left.id].crashed = True  # that it ends is no failure of the cluster
-        assert left.device_loss.why_fail(ERROR, 0, 1) is None, "at once: it waits for nobody"
-        assert left.device_loss.why_fail(ERROR, 1, 1) is None, "it is ending already"
+        assert left.device_loss.leave_or_explain(ERROR, 0, 1) is None, "at once: it waits for nobody"
+        assert left.device_loss.leave_or_explain(ERROR, 1, 1) is None, "it is ending already"
         with pytest.raises(DeviceLost, match="'fit', epoch 1: OutOfMemoryError: 1 GiB"):
             await left._failure
         view = cluster.nodes[-1].keeper.view

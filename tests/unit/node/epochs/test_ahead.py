@@ -14,7 +14,7 @@ from cluster_kit import Counting, holder, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.epochs import sharing
+from taskgraph.node.epochs import epoch_memory
 from taskgraph.protocol.view import JobView
 
 
@@ -145,7 +145,7 @@ def test_all_due_checkpoints_are_written(free: type[Free], tmp_path: Path) -> No
 
 
 def test_uncommitted_memory_is_bounded(free: type[Free], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(epoch_memory, "AHEAD_BYTES", 1)
     free.shared.waits = {1: 3}
 
     async def scenario(cluster: InProcessCluster) -> int:

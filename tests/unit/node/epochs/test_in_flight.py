@@ -12,7 +12,7 @@ from flight_kit import Early, Script, at_work, boundaries, early, job, result, w
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.epochs import sharing
+from taskgraph.node.epochs import epoch_memory
 from taskgraph.protocol.messages import Stamp
 
 __all__ = ["early", "set_up_when_offered"]
@@ -235,7 +235,7 @@ def test_leaving_node_hands_over_after_epochs_in_flight(early: type[Early], task
 
 
 def test_large_epochs_begin_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "AHEAD_BYTES", 70_000)
+    monkeypatch.setattr(epoch_memory, "AHEAD_BYTES", 70_000)
 
     class Large(Early, state=["seen"]):
         script = Script()

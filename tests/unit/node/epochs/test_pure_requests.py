@@ -11,7 +11,7 @@ from cluster_kit import Counting, holder, job
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.epochs.mailbox import Mailbox
+from taskgraph.node.epochs.messenger import Messenger
 from taskgraph.protocol.messages import Answer, Request
 
 CANCEL_S = 0.02
@@ -59,14 +59,14 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
         self.again = asyncio.Condition()
-        self._take = Mailbox.take_request
-        monkeypatch.setattr(Mailbox, "take_request", lambda mailbox, message: self._count(mailbox, message))
+        self._take = Messenger.take_request
+        monkeypatch.setattr(Messenger, "take_request", lambda messenger, message: self._count(messenger, message))
 
-    async def _count(self, mailbox: Mailbox, message: Request) -> Answer:
+    async def _count(self, messenger: Messenger, message: Request) -> Answer:
         async with self.again:
             self.times += 1
             self.again.notify_all()
-        return await self._take(mailbox, message)
+        return await self._take(messenger, message)
 
     async def until(self, times: int) -> None:
         async with self.again, asyncio.timeout(10):

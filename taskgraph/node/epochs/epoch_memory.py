@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["AHEAD_BYTES", "EPOCH_BYTES", "EpochAllowance", "Sharing"]
+__all__ = ["AHEAD_BYTES", "EPOCH_BYTES", "EpochAllowance", "EpochMemory"]
 
 AHEAD_BYTES = 88 << 20
 """The most bytes for all primaries of a node, which then takes less than 150 MiB in all."""
 EPOCH_BYTES = 3 << 10
 """Memory of an epoch without items and state: its Python objects."""
 _LEAST, _MOST = 2, 8
-"""Bounds on `Sharing.epochs`: uncommitted epochs of a task regardless of its even share. With two, the next epoch runs
-during a commit; more than eight save little."""
+"""Bounds on `EpochMemory.epochs`: uncommitted epochs of a task regardless of its even share. With two, the next epoch
+runs during a commit; more than eight save little."""
 
 
-class Sharing:
+class EpochMemory:
     """Divides a node's memory for uncommitted epochs among its primaries.
 
     Attributes:
@@ -44,11 +44,11 @@ class Sharing:
 
 
 class EpochAllowance:
-    """One task's share in one attempt: how many epochs the task may be ahead of the last commit.
+    """One task's share of `EpochMemory`, until a restart: how many epochs the task may be ahead of the last commit.
 
     Args:
-        ahead: the limit in epochs.
-        at: the epoch at work.
+        ahead: the most epochs, whatever their size (`Settings.epochs_ahead`).
+        at: the first epoch.
         changed: called with `epochs_allowed` when it may have changed.
 
     Attributes:
@@ -57,7 +57,7 @@ class EpochAllowance:
         largest_bytes: size of the largest epoch of the last two periods; a period is `ahead` epochs.
         period_bytes: size of the largest epoch of this period.
         until: the period ends when this epoch commits.
-        epochs: `Sharing.epochs` when `bytes` was computed.
+        epochs: `EpochMemory.epochs` when `bytes` was computed.
     """
 
     __slots__ = (
@@ -67,17 +67,17 @@ class EpochAllowance:
         "epochs",
         "epochs_allowed",
         "largest_bytes",
+        "memory",
         "period_bytes",
-        "sharing",
         "until",
     )
 
-    def __init__(self, sharing: Sharing, ahead: int, at: int, changed: Callable[[int], object]) -> None:
-        self.sharing = sharing
+    def __init__(self, memory: EpochMemory, ahead: int, at: int, changed: Callable[[int], object]) -> None:
+        self.memory = memory
         self._ahead = ahead
         self._changed = changed
-        self.epochs = sharing.epochs
-        self.bytes = sharing.share_bytes(0)
+        self.epochs = memory.epochs
+        self.bytes = memory.share_bytes(0)
         self.epochs_allowed = ahead
         self.largest_bytes = 0
         self.period_bytes = 0
@@ -90,30 +90,34 @@ class EpochAllowance:
             self._set_largest(epoch_bytes)
 
     def begin_period(self, snapshotted: int) -> None:
-        """Begins another period, so that one large epoch does not slow down all later ones."""
+        """Begins another period, so that one large epoch does not slow down all later ones.
+
+        Args:
+            snapshotted: the first epoch whose snapshot is not taken yet.
+        """
         self.until = snapshotted + self._ahead
         recent, self.period_bytes = self.period_bytes, 0
         if recent < self.largest_bytes:
             self._set_largest(recent)
 
     def _set_largest(self, held: int) -> None:
-        self.sharing.note_largest(self.largest_bytes, held)
+        self.memory.note_largest(self.largest_bytes, held)
         self.largest_bytes = held
         self.compute()
 
     def adapt(self) -> None:
         """Computes the share anew, if the number of primaries on the node has changed it."""
-        if self.sharing.share_bytes(self.largest_bytes) != self.bytes:
+        if self.memory.share_bytes(self.largest_bytes) != self.bytes:
             self.compute()
 
     def compute(self) -> None:
         """Computes `bytes` and `epochs_allowed`, and calls `changed`."""
-        self.epochs = self.sharing.epochs
-        self.bytes = self.sharing.share_bytes(self.largest_bytes)
+        self.epochs = self.memory.epochs
+        self.bytes = self.memory.share_bytes(self.largest_bytes)
         self.epochs_allowed = min(self._ahead, self.bytes // max(1, self.largest_bytes))
         self._changed(self.epochs_allowed)
 
     def end(self) -> None:
-        """Gives this task's share back to the node, since the attempt is over."""
-        self.sharing.note_largest(self.largest_bytes, 0)
+        """Gives this task's share back to the node, since its work ends."""
+        self.memory.note_largest(self.largest_bytes, 0)
         self.largest_bytes = 0

@@ -30,11 +30,11 @@ from taskgraph.queues.plan import DEAL
 if TYPE_CHECKING:
     from taskgraph.node.epochs.attempt import Attempt
 
-__all__ = ["Mailbox"]
+__all__ = ["Messenger"]
 
 
-class Mailbox:
-    """The messages of one task in one attempt. Lives on the event loop."""
+class Messenger:
+    """Sends, takes and answers the flags and requests of one task in one attempt. Lives on the event loop."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -50,14 +50,14 @@ class Mailbox:
         return list(self._awaited.values())
 
     def end(self) -> None:
-        """Ends the waits of threads for replies: the attempt is over, and waits for these threads."""
+        """Raises AttemptEnded in threads that wait for replies: the attempt is over, and waits for these threads."""
         for future in list(self._awaited):
             if not future.done():
                 future.set_exception(self._attempt.end_error())
         self._awaited.clear()
 
     def drop(self) -> None:
-        """Frees the replies, since the attempt is over."""
+        """Calls `end` and frees the replies to other tasks, since the attempt is over."""
         self.end()
         self._answers.clear()
 
@@ -78,8 +78,8 @@ class Mailbox:
     def request(
         self, where: str, to: int, method: str, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> Coroutine[Any, Any, None]:
-        """Registers a request, and returns the coroutine that sends it and resolves `future`; `end` resolves it with an
-        error.
+        """Registers a request, and returns the coroutine that sends it and resolves `future`, at the attempt's end with
+        AttemptEnded.
         """
         kind = (where, to, method)
         count = self._counts[kind] = self._counts.get(kind, 0) + 1  # the same in every attempt
@@ -89,7 +89,9 @@ class Mailbox:
     async def _send_request(
         self, where: str, to: int, method: str, count: int, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> None:
-        """Sends a request until its reply comes, counts both in the ledger, and resolves `future`."""
+        """Sends a request until its reply comes, counts both in the ledger unless the handler is pure, and resolves
+        `future`.
+        """
         attempt = self._attempt
         replied = None
         if attempt.recording is not None:
@@ -133,7 +135,9 @@ class Mailbox:
     # -- in ---------------------------------------------------------------------------------------
 
     async def take_flag(self, message: Flag) -> Accepted:
-        """Takes and acknowledges a flag. `on_flag` runs before the task is idle again."""
+        """Takes and acknowledges a flag. `on_flag` runs before the task is idle again; for an equal flag of the same
+        sender it does not run again.
+        """
         attempt = self._attempt
         if "on_flag" not in attempt.replica.shape.overrides:
             raise Refused(Reason.NOT_OFFERED, f"task {attempt.task} defines no on_flag(epoch, sender, meta)")
@@ -159,7 +163,9 @@ class Mailbox:
             await recording.check_step("on_flag")
 
     async def take_request(self, message: Request) -> Answer:
-        """Runs the handler once for a request; returns the same reply to each copy of it."""
+        """Runs the handler of a request, and returns its reply. Unless the handler is pure, it runs once for all copies
+        of a request.
+        """
         attempt = self._attempt
         handler = attempt.replica.shape.handlers.get(message.method)
         if handler is None and message.method == DEAL:
@@ -190,7 +196,9 @@ class Mailbox:
         return answer
 
     def _pure_handler_task(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
-        """Returns the asyncio task that runs a pure handler for a request; a running one if there is one."""
+        """Returns the asyncio task that runs a pure handler for a request, or deals pieces: if one still runs for an
+        earlier copy of the request, that.
+        """
         attempt = self._attempt
         key = (message.sender, message.method, message.number, message.value.digest)
         answer = self._pure.get(key)
