@@ -303,10 +303,10 @@ def node(options: argparse.Namespace) -> int:
     node_tls = node_tls_of(options) or (known.node_tls if known is not None else {})
     tls = access_of(options) or (known.tls if known is not None else {})
     from taskgraph.node import process  # only this command loads a node
-    from taskgraph.node.ready_file import begin_not_ready
+    from taskgraph.node.ready_file import prepare_ready_file
 
     if options.ready_file:
-        begin_not_ready(Path(options.ready_file))
+        prepare_ready_file(Path(options.ready_file))
     process.end_on_sigterm(drained_code=options.drained_code)
     process.log_to_stderr()
     spec, token = uvloop.run(_wait_until_submitted(etcd, tls, options, token, known))

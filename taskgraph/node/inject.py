@@ -67,7 +67,7 @@ the first worker has taken them; `total`: user code has ended, and a worker is a
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """One fault: what happens, and when."""
+    """One fault: what happens, and when; None: for any task, in any epoch."""
 
     action: str
     stage: str

@@ -52,7 +52,7 @@ class LifeArguments(CoreArguments):
 
 
 class DrainingState(Protocol):
-    """How a node leaves in good order."""
+    """What makes a node leave in good order."""
 
     def begin(self, why: str) -> None:
         """Asks the node to leave. Asking again changes nothing."""

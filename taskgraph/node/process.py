@@ -348,7 +348,10 @@ def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
 
 
 def end_on_sigterm(config: NodeConfig | None = None, *, drained_code: int = 0) -> None:
-    """Makes SIGTERM end this process at once before there is a node: a container's first process would ignore it."""
+    """Makes SIGTERM end this process at once, until there is a node: a container's first process would ignore it.
+
+    The exit code is `drained_code`; 0: 143.
+    """
 
     def end(number: int, _: object) -> None:
         if config is not None:

@@ -17,7 +17,7 @@ from taskgraph.system.files import remove_file
 if TYPE_CHECKING:
     from taskgraph.node.life import NodeLife
 
-__all__ = ["begin_not_ready", "keep_ready_file"]
+__all__ = ["keep_ready_file", "prepare_ready_file"]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -25,7 +25,7 @@ _LOOK_S = 0.5
 """The node itself may begin to run, or to leave, without a change of the view."""
 
 
-def begin_not_ready(path: Path) -> None:
+def prepare_ready_file(path: Path) -> None:
     """Removes the file that a killed node left, and checks that its directory takes files.
 
     Raises:

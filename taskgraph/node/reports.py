@@ -88,7 +88,7 @@ class _Block:
         return made
 
     def packed(self, level: int) -> bytes:
-        """Returns the block as bytes."""
+        """Returns the block as bytes, with its level: how often it was thinned, or `_OPEN`, or `_NEWEST`."""
         head = [[len(epochs), names] for names, (epochs, _) in self.groups.items()]
         text = json.dumps(head, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

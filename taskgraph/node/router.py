@@ -168,7 +168,7 @@ class Router:
         return calls
 
     def begin_at(self, node: str, message: Call) -> asyncio.Future[Reply] | None:
-        """Calls a node once, if that needs no waiting; else returns None. The node's end of lease cancels the call."""
+        """Calls a node once, if that needs no waiting; else returns None. The end of its lease cancels the call."""
         peer = self.peer(node)
         if peer is None or node not in self._keeper.view.nodes:
             return None

@@ -41,7 +41,7 @@ class NodeServices(NodeLife):
         leader: the leader's role, if this node leads. Set by `Roles`.
         epoch_memory: divides the memory for uncommitted epochs among the primaries here.
         failed_set_ups: decides whether a failed set-up ends the node. Set by `Node`.
-        emitted_unsaved: events about attributes outside of snapshots (`UnsavedStateCheck`), once for a class.
+        emitted_unsaved: texts of events that `UnsavedStateCheck` has emitted or logged, each once for a class.
     """
 
     failed_set_ups: FailedSetUps

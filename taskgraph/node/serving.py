@@ -72,7 +72,7 @@ have read a commit that this node has not read."""
 
 
 class Serving:
-    """Answers calls for one node."""
+    """Answers the calls of other nodes to this one."""
 
     def __init__(self, node: NodeServices, roles: Roles, takeovers: TakeOvers) -> None:
         self._node = node

@@ -57,7 +57,7 @@ class EtcdWrites:
         return result.revision if result is not None else None
 
     async def execute(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
-        """Does as `transact`, but returns etcd's result; it lacks the reads if the answer of a write was lost."""
+        """Does as `transact`, but returns etcd's result, not the revision; without reads if the answer was lost."""
         since = self._coordinator.now()
         try:
             result = await self._coordinator.txn(txn)

@@ -19,7 +19,7 @@ __all__ = ["QueueTask"]
 
 
 class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
-    """Counts the pieces of a queue, at its sync point: so in the decision that commits their results.
+    """Has the ledger of a queue, and counts pieces at its sync point: so in the commit of their results.
 
     Args:
         find: finds the pieces; returns how many there are, and their digest.

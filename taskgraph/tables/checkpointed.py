@@ -29,7 +29,7 @@ _TRIES = 3
 
 
 def checkpointed_rows(place: Place, job: str, which: CheckpointName | None, table: str) -> tuple[Ids, NDArray[Any]]:
-    """Reads the rows of a table that somebody had pushed to.
+    """Reads from a checkpoint the rows of a table that somebody had pushed to.
 
     Args:
         place: of the checkpoints.

@@ -104,7 +104,7 @@ class _OpenTable(EpochTable):
             ask_service(self._epoch, server, "set lr", rate)
 
     def send(self, order: list[Any], ids: Ids, gradients: Array) -> list[Reply]:
-        """Sends a push to the servers of its rows. `order` is its place among those of the epoch, see `server`."""
+        """Sends a push to the servers of its rows. `order`: its place among the epoch's pushes, see `server.py`."""
         replies = []
         for server, mine in self._shares(ids):
             payload = [order, ids[mine], gradients[mine]]

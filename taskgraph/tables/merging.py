@@ -47,7 +47,7 @@ def as_ids(ids: Any, what: str, rows: int | None = None) -> Ids:
 
 
 def _from_list(ids: Sequence[Any], what: str) -> Any:
-    """Makes an array of Python's whole numbers; without any, numpy would make floats of them."""
+    """Makes an int64 array of a list of whole numbers; of an empty one, numpy would make floats."""
     try:
         return np.array([operator.index(one) for one in ids], np.int64)
     except TypeError:

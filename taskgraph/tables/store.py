@@ -46,7 +46,7 @@ class RowStore:
     """The rows that somebody has pushed to; others are made when they are pulled, and not kept."""
 
     def __init__(self, table: TableOptions, seed: int = 0, segments: Iterable[Segment] = ()) -> None:
-        """Takes the segments of another store, in their order.
+        """Makes a store that has the segments of another one, in their order.
 
         Args:
             seed: the table's, see `rows.table_seed`.

@@ -19,7 +19,7 @@ class Table(TableOptions):
     __doc__ = TableOptions.__doc__
 
     def service(self, name: str, tasks: int) -> Service:
-        """Returns the servers of the table, as a job of `tasks` tasks calls it."""
+        """Returns the service of the table's servers, in a job of `tasks` tasks that calls the table `name`."""
         kind, count = ImmediateTableServer if self.staleness else TableServer, self.servers or min(tasks, _SERVERS)
         return Service(title_of(name), count, lambda server: kind(self, name, server, count))
 

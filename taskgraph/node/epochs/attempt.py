@@ -319,7 +319,7 @@ class Attempt:
             raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Starts a coroutine of the attempt; until it ends, the task is not idle. Raises Refused after the attempt."""
+        """Starts a coroutine of the attempt; until it ends, the task is not idle. Raises Refused if it is too late."""
         if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
@@ -475,7 +475,7 @@ class Attempt:
         self._call_on_loop(self.inbound.supply, (tag, self.task), value)
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
-        """Puts an item for each consumer, from any thread, and counts it in the ledger. Raises AttemptEnded."""
+        """Puts an item for each consumer, from any thread, and counts it. Raises AttemptEnded if it is too late."""
         if self.cancelled:
             raise self.end_error()
         if threading.get_ident() != self._thread:

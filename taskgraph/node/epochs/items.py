@@ -51,7 +51,7 @@ class Items:
         return (tag, consumer) in self._awaited
 
     def answer(self, pull: Pull) -> Item | PendingReply | Refusal:
-        """Answers a pull: with the item, a reply that `put` settles, or a refusal if no such channel leads there."""
+        """Answers a pull: with the item, a reply that `put` settles, or a refusal: the sender is not its consumer."""
         value = self._items.get((pull.tag, pull.sender))
         if value is not None:
             return Item(self._stamp, self._term, pull.tag, value)

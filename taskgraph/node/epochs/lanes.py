@@ -297,7 +297,7 @@ class EpochLanes:
     async def _after_commit(self, stamp: Stamp) -> None:
         """Hands the task over if placement wishes that, and begins a checkpoint if one is due.
 
-        Called before the first epoch after a commit. (Task 0 begins its checkpoints in `_after_work`.)
+        Called before the first epoch after a commit. Task 0 begins checkpoints in `_after_work`.
         """
         await self._primary.hand_over_if_wished(stamp)
         if self._task != 0 and self._checkpoints:

@@ -49,7 +49,7 @@ class Pulls:
         """Pulls one item, or returns the pull that was made in advance.
 
         Returns:
-                A future like that of `Router.begin`; None: the pull needs waiting: use `Router.to_primary`.
+            A future like that of `Router.begin`; None: use `Router.to_primary`, since the pull has to wait.
         """
         if stamp.attempt != self._attempt:
             self.drop()

@@ -58,7 +58,7 @@ class ReplayResult:
 
 
 class _StepNeverEnds(Exception):
-    """In the replay a step does not end that ended in the recorded epoch."""
+    """A step of the replay does not end, though it ended in the recorded epoch."""
 
 
 async def replay_from_snapshot(

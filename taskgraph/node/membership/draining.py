@@ -49,7 +49,7 @@ class Draining:
             self.announce()
 
     def announce(self) -> None:
-        """Announces the drain in the node's key, and starts the time limit."""
+        """Begins to announce the drain in the node's key, and starts the time limit. Does not wait."""
         self._node.own(self._node.announce(), "announce the drain")
         self._node.own(self._leave_at_deadline(), "drain deadline")
 

@@ -85,7 +85,7 @@ def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writ
 
 
 def deaths_text(deaths: Mapping[str, GoneRecord]) -> str:
-    """Says how nodes died, and whether the same code may have killed them all; "" if that is unknown."""
+    """Returns text on how nodes died, and whether the same code may have killed them all; "" without nodes."""
     text = "; ".join(f"{name} {record.how_it_ended}" for name, record in deaths.items())
     return ". ".join(filter(None, (text, culprit_text(deaths), memory_text(deaths))))
 

@@ -22,7 +22,7 @@ class FatalCode:
     """Fails the job if one task's code ended several nodes. Every node checks, and etcd takes the first failure.
 
     Args:
-        changed: called when etcd refused the failure, so that takeovers may go on.
+        changed: called once etcd has taken the failure, or refused it, so that takeovers may go on.
     """
 
     def __init__(self, node: NodeCore, changed: Callable[[], None]) -> None:

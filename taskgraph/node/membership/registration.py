@@ -62,7 +62,7 @@ class Registration:
         self._answering: set[str] = set()  # nodes that have answered; ids are never reused
 
     def _make_record(self) -> NodeRecord:
-        """Makes the key's value for one write: each write has a record of its own, since several may be under way."""
+        """Makes the key's value for one write: several may be under way, each with a record of its own."""
         assert self._lease is not None
         return msgspec.structs.replace(
             self._record,

@@ -107,7 +107,7 @@ class Backups:
         self.unsent.note_commit(goes_on=goes_on)
         if not self._insync.add(boundary.key):
             return  # no other nodes
-        self._withdraw_history()
+        self._withdraw_outdated_offers()
         if not self._insync.are_all_members(len(self._idle_peers())):
             self._follow_soon()
 
@@ -123,7 +123,7 @@ class Backups:
         self.unsent.clear()
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
-        self._withdraw_history()
+        self._withdraw_outdated_offers()
 
     def offer(self, boundary: Boundary, *, gathers: bool) -> bool:
         """Offers a new boundary, which every member must acknowledge before the task reports.
@@ -205,8 +205,8 @@ class Backups:
         else:
             self._follow_soon()
 
-    def _withdraw_history(self) -> None:
-        """Withdraws offers of boundaries that are no longer needed."""
+    def _withdraw_outdated_offers(self) -> None:
+        """Ignores the answers to offers of boundaries that are no longer needed."""
         current = set(self._insync.current)
         for peer in self._peers.values():
             if offered := peer.offered:

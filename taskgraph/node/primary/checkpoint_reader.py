@@ -99,7 +99,7 @@ class CheckpointReader:
         return SAME_PLACE
 
     async def boundary_of(self, task: int, term: int) -> Boundary | None:
-        """Reads the committed boundary of a task from its checkpoint; None: it has no checkpoint, or that no such file.
+        """Reads the committed boundary of a task from its checkpoint. None: there is none, or it has no such file.
 
         Raises:
             CheckpointError: the file is missing, torn, corrupt or foreign.

@@ -29,11 +29,9 @@ def adapted_interval_s(gather_s: float, nodes: int, cores: int) -> float:
 class CommitInterval:
     """Computes, on one node, how long epochs wait to be committed together.
 
-    Counts the nodes on the leader's host, and assumes that it has as many cores as this node's.
-
-    Containers of one machine count together, against all cores of the machine.
-
-    Nodes in one process are woken once for all, so the interval is not adapted.
+    Counts the nodes on the leader's host, and assumes that it has as many cores as this node's. Containers of one
+    machine count together, against all its cores. For nodes in one process, which are woken once for all, the interval
+    is not adapted.
     """
 
     def __init__(self, node: NodeCore) -> None:

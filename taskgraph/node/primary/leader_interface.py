@@ -27,4 +27,4 @@ class LeaderInterface(Protocol):
         """Returns the numbers that all tasks reported in the epoch before `stamp`; None if some are missing."""
 
     async def rows_before(self, stamp: Stamp, own: Mapping[str, float]) -> Rows:
-        """Waits for the numbers that all tasks reported in the epoch before `stamp`."""
+        """Returns the numbers that all tasks reported in the epoch before `stamp`, once all are here."""

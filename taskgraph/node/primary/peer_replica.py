@@ -19,7 +19,7 @@ class PeerReplica:
 
     Attributes:
         invitation: counts the primary's invitations; a release ends only what was acknowledged up to its own.
-        offered: offers under way that the node's manager did not send: boundary -> the coming answer.
+        offered: offers under way that the node's manager did not send.
         caught_up_by: until when an epoch waits for this candidate to become a member; 0: it has stored no boundary yet.
         idle: the manager has nothing to do until something changes.
         refused: the node's reason for refusing the last offer; "": it accepted.

@@ -36,7 +36,7 @@ class Reporter:
     is unknown or refuses, or the node is paused.
 
     Args:
-        leads: True for task 0, whose primary leads: its reports are neither gathered nor sent.
+        leads: True for task 0, whose primary leads: its reports go to the leader on this node, one by one.
     """
 
     def __init__(self, node: NodeServices, *, leads: bool = False) -> None:

@@ -292,7 +292,7 @@ class Actor:
             self._unlist_call(mark)
 
     def end_child(self, where: str) -> NoReturn:
-        """Ends a child process that a coroutine forked, when the coroutine returns or awaits."""
+        """Ends this process, a child that a coroutine forked; called when the coroutine returns or awaits there."""
         error = sys.exception()
         forks.end_child(f"task {self.task}, {where!r}", None if isinstance(error, StopIteration) else error)
 

@@ -38,8 +38,7 @@ class CancelledByUserCode(BaseException):
 class CoroutineDriver:
     """Runs a coroutine from its first await to its end; before each step waits until no thread holds the task's turn.
 
-    A coroutine that was cancelled may clean up, or catch the cancellation and go on, for `cancel_s`. Then it is closed,
-    and StuckError raised.
+    A cancelled coroutine may clean up, or catch the cancellation and go on, for `cancel_s`; then StuckError is raised.
 
     Args:
         context: the context of the coroutine's steps.
