@@ -168,7 +168,7 @@ class Checkpoints:
         await self._reader.call(lambda: store.stage(store.manifest(name, [info], kept)))
         if not self._is_useful(copy, lineage):
             return  # the job ended meanwhile, or went back, or another worker was faster
-        writer = node.writer()
+        writer = node.new_writer()
         record = CheckpointRecord(epoch=copy.position, attempt=attempt, name=str(name), before=kept, writer=writer)
         txn = transactions.point_to_checkpoint(job, record, node=node.id, node_revision=node.node_revision)
         if await node.transact(txn, key=job.keys.checkpoint, writer=writer) is None:

@@ -111,7 +111,7 @@ class Joining:
         pages = await asyncio.gather(*(self._call(worker, FollowTotals(at, False)) for worker in view.workers))
         if any(page is None or cast(TotalsPage, page).first > at for page in pages) or node.paused:
             return False
-        job, writer, proposed = node.keeper.view, node.writer(), view.joined_by(node.id)
+        job, writer, proposed = node.keeper.view, node.new_writer(), view.joined_by(node.id)
         if job.workers is None or View.of(job.workers.record) != view or not job.running:
             return False
         self._entering = proposed.number

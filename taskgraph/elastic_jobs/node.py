@@ -243,7 +243,7 @@ class ElasticNode(WorkerNode):
         while self.keeper.view.running and call is self.call:
             job = self.keeper.view
             if self.engine.core.stable >= positions and not self.paused and job.workers is not None:
-                writer = self.writer()
+                writer = self.new_writer()
                 txn = transactions.finish(job, sums=sums, node=self.id, node_revision=self.node_revision, writer=writer)
                 if await self.transact(txn, key=job.keys.status, writer=writer) is not None:
                     self.events.emit("finished", f"job {self.spec.name!r} finished after {sums} sums")

@@ -245,7 +245,7 @@ class RunTable:
             OSError: the file cannot be written.
         """
         with self._lock:
-            live = self._store.live()
+            live = self._store.live_rows()
         write_table(url, live["ids"], live["rows"])
 
     def __len__(self) -> int:

@@ -140,7 +140,7 @@ class ViewChanger:
     async def _propose(self, view: View) -> None:
         """Writes a view to etcd, and waits until this node has read it. If another one came first, only pauses."""
         node = self._node
-        job, before, writer = node.keeper.view, self.workers, node.writer()
+        job, before, writer = node.keeper.view, self.workers, node.new_writer()
         txn = transactions.propose(job, view, node=node.id, node_revision=node.node_revision, writer=writer)
         mark = node.trace.begin(of_step=False)
         revision = await node.put_view(txn, writer)
@@ -200,7 +200,7 @@ class ViewChanger:
         if count_returns(job, sums)[0] >= node.settings.fatal_deaths:
             await self._fail_without_progress(sums)
             return
-        view, writer, me = lone_view(job, node.id), node.writer(), (node.id, node.node_revision)
+        view, writer, me = lone_view(job, node.id), node.new_writer(), (node.id, node.node_revision)
         gone = sorted({*self.workers} & node.gone)
         txn = transactions.return_alone(job, view, gone, me, sums=sums, writer=writer)
         revision = await node.put_view(txn, writer)

@@ -186,7 +186,7 @@ class NodeCore:
 
     # -- etcd -------------------------------------------------------------------------------------
 
-    def writer(self) -> str:
+    def new_writer(self) -> str:
         """Returns a unique name for one write, by which a later read recognizes the value as this write's."""
         return f"{self.id}:{next(self._write_numbers)}"
 
@@ -258,7 +258,7 @@ class NodeCore:
             also: text to add to the error's.
             finished: True to fail even a job whose epochs are all committed (for a `result()` that raises).
         """
-        writer = self.writer()
+        writer = self.new_writer()
         status = failure_record(
             error, task, epoch, writer, also, node=f"{self.name}{self.place_text}" if self.place_text else ""
         )
@@ -306,7 +306,7 @@ class NodeCore:
 
     def gone_record(self) -> GoneRecord:
         """Returns the record of this node's end for etcd."""
-        return GoneRecord(reason=self._why_left, running_code=self._ran_code, writer=self.writer())
+        return GoneRecord(reason=self._why_left, running_code=self._ran_code, writer=self.new_writer())
 
 
 def ended_itself_text(error: BaseException) -> str:

@@ -278,7 +278,7 @@ class NodeLife(NodeCore):
         """Records in etcd that the results are given up. Returns False if the job has changed, and must be waited for
         again.
         """
-        view, writer = self.keeper.view, self.writer()
+        view, writer = self.keeper.view, self.new_writer()
         within = f"{self.settings.results_kept_s:g} s (settings.results_kept_s)"
         why = f"neither a launcher nor `taskgraph result` collected them within {within}"
         txn = transactions.give_results_up(view, why, by=self.name, writer=writer)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from taskgraph.tables.store import RowStore, select, store_of
+from taskgraph.tables.store import RowStore, rows_of_server, store_of
 
 __all__ = ["move_rows"]
 
@@ -19,11 +19,11 @@ def move_rows(states: Sequence[dict[str, Any]], servers: int) -> list[dict[str, 
         states: the snapshots of all servers of a table, in order.
     """
     stores = [store_of(state) for state in states]
-    table, live = stores[0].table, [store.live() for store in stores]
+    table, live = stores[0].table, [store.live_rows() for store in stores]
     whole = {name: np.concatenate([part[name] for part in live]) for name in live[0]}
     found = []
     for server in range(servers):
-        mine = select(whole, server, servers)
+        mine = rows_of_server(whole, server, servers)
         order = np.argsort(mine["ids"])
         store = RowStore(table, segments=[{name: array[order] for name, array in mine.items()}] if len(order) else [])
         found.append({**states[0], "servers": servers, "blocks": store.blocks})

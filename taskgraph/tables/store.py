@@ -28,7 +28,7 @@ from taskgraph.tables.merging import server_of, sum_by_id
 from taskgraph.tables.options import TableOptions
 from taskgraph.tables.rows import Ids
 
-__all__ = ["RowStore", "Segment", "select", "store_of"]
+__all__ = ["RowStore", "Segment", "rows_of_server", "store_of"]
 
 Array = NDArray[Any]
 Segment = Mapping[str, Array]
@@ -109,7 +109,7 @@ class RowStore:
         self._append({"ids": unique, "rows": rows, **slots})
         self._compact()
 
-    def live(self) -> Segment:
+    def live_rows(self) -> Segment:
         """Returns all rows of the store as one segment, ids ascending."""
         return self._merged(0)
 
@@ -207,7 +207,7 @@ def _union(parts: Sequence[Ids]) -> Ids:
     return ids[first]
 
 
-def select(segment: Segment, server: int, servers: int) -> Segment:
+def rows_of_server(segment: Segment, server: int, servers: int) -> Segment:
     """Returns a segment with only the rows of one of the servers, as `server_of` spreads them."""
     mine = server_of(segment["ids"], servers) == server
     return {name: array[mine] for name, array in segment.items()}

@@ -222,7 +222,7 @@ def the_status_is_written_after_the_last_commit(patch: pytest.MonkeyPatch) -> No
         await original(self, committing)
         node = self._node
         if committing.finished and node.keeper.view.running:
-            record = StatusRecord(state=JobStatus.FINISHED, writer=node.writer())
+            record = StatusRecord(state=JobStatus.FINISHED, writer=node.new_writer())
             await node.transact(
                 Txn(success=(Put(node.keeper.view.keys.status, record.to_bytes()),)), key="", writer=record.writer
             )
@@ -413,7 +413,7 @@ def a_joiner_puts_its_own_member_key(patch: pytest.MonkeyPatch) -> None:
         node = self._node
         if message.candidate:
             key = node.keeper.view.keys.member(message.task, node.id)
-            await node.coordinator.txn(Txn(success=(Put(key, MemberRecord(writer=node.writer()).to_bytes()),)))
+            await node.coordinator.txn(Txn(success=(Put(key, MemberRecord(writer=node.new_writer()).to_bytes()),)))
         return reply
 
     _changed(patch, Serving, "_take_offer", offer)

@@ -146,7 +146,7 @@ class EpochLanes:
         self.finishing = False
         """An epoch asked for the end of the job: no further epoch begins."""
         self._epoch_bytes: int | None = None  # of items and snapshot of the last epoch
-        self._share = EpochAllowance(primary.node.epoch_memory, self._ahead, at.epoch, self._gather_by)
+        self._share = EpochAllowance(primary.node.epoch_memory, self._ahead, at.epoch, self._set_ahead)
         self._leaves_device = False  # the last snapshot was on a device
         self.incomplete = FinishQueue(self._complete, on_report_error)
         self.awaiting_acks = FinishQueue(self._await_acks, on_report_error)
@@ -374,12 +374,12 @@ class EpochLanes:
         """
         self._share.adapt()
 
-    def _gather_by(self, ahead: int) -> None:
+    def _set_ahead(self, ahead: int) -> None:
         """Passes on how many epochs the task may be ahead, which limits how many reports and offers are gathered."""
-        self._primary.reporter.gather_by(ahead)
-        self._primary.backups.unsent.gather_by(ahead)
+        self._primary.reporter.set_ahead(ahead)
+        self._primary.backups.unsent.set_ahead(ahead)
         if self._task == 0 and self._node.leader is not None:
-            self._node.leader.gather_by(ahead)
+            self._node.leader.set_ahead(ahead)
 
     def _leaves_state_unchanged(self, graph: Graph | None) -> bool:
         """True if an epoch of that graph cannot change the state, by its `@tg.stateless` marks."""

@@ -225,7 +225,7 @@ class Messenger:
         if pure and recording is not None and recording.note_pure_call(message.method):
             activity, actor = attempt.activity, replica.actor
             watch = PureWatch(attempt.scratch, recording, lambda: bool(activity.open_holds) or actor.waiting > 0)
-            call = watch.around(call)
+            call = watch.wrap(call)
         if recording is not None:
             call = recording.wrap(RecordedCall(None, where, method_name, message.sender, message.value), call)
         value = await replica.actor.call(

@@ -61,7 +61,7 @@ class Pulls:
             reply = early.pop(epoch, None)
             if reply is not None and not (reply.done() and (reply.cancelled() or reply.exception() is not None)):
                 return reply
-            self._forget(channel)
+            self._cancel_early_pulls(channel)
         tag, producer = channel
         if before == epoch - 1 and (count := self._epochs_per_call(epoch)) > 1:
             replies = self._router.begin_all(producer, Pull(stamp, sender, term, producer, tag, count))
@@ -98,11 +98,11 @@ class Pulls:
         for channel in [channel for channel, latest in self._latest.items() if latest < epoch - 1]:
             del self._latest[channel]
             if channel in self._early:
-                self._forget(channel)
+                self._cancel_early_pulls(channel)
         for channel in self.large.keys() - self._latest.keys():
             del self.large[channel]
 
-    def _forget(self, channel: Channel) -> None:
+    def _cancel_early_pulls(self, channel: Channel) -> None:
         """Cancels the pulls of a channel that were made in advance."""
         for reply in self._early.pop(channel).values():
             reply.cancel()
@@ -110,7 +110,7 @@ class Pulls:
     def drop(self) -> None:
         """Cancels the pulls in advance, since the attempt is over."""
         for channel in tuple(self._early):
-            self._forget(channel)
+            self._cancel_early_pulls(channel)
         self._latest.clear()
         self.large.clear()
         self._forgot_at = -1

@@ -32,7 +32,7 @@ class PureWatch:
         self._others = others
         self._changed: list[str] = []
 
-    def around(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the handler so that `epoch.scratch` is compared before and after it."""
         if is_async(handler):
 

@@ -114,7 +114,7 @@ class DeviceLoss:
             if why := await self._wait_for_replicas(task, epoch):
                 await node.fail_with(error, task, epoch, (), why)
             else:
-                await self._declare_gone(GoneRecord(reason=reason, task=task, epoch=epoch, writer=node.writer()))
+                await self._declare_gone(GoneRecord(reason=reason, task=task, epoch=epoch, writer=node.new_writer()))
         except CoordinationError as failed:
             node.log.warning("cannot tell why this node ends: %s", failed)
         for replica in self._replicas.values():

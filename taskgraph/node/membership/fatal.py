@@ -44,7 +44,7 @@ class FatalCode:
         """Fails the job in etcd; calls `changed` afterwards, also if etcd refused."""
         node, view = self._node, self._node.keeper.view
         names = {name_of(each): record for each, record in found.deaths.items()}
-        writer = node.writer()
+        writer = node.new_writer()
         status = fatal_record(found, names, node.settings.fatal_deaths, writer)
         # Only while that epoch is not committed: a commit means that the code went through.
         fences = () if view.epoch is None else (Compare(view.keys.epoch, view.epoch.mod_revision),)

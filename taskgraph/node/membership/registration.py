@@ -68,7 +68,7 @@ class Registration:
             self._record,
             lease=self._lease.id,
             draining=self._node.draining,
-            writer=self._node.writer(),
+            writer=self._node.new_writer(),
         )
 
     async def register(self, record: NodeRecord) -> None:

@@ -240,7 +240,7 @@ class Suspicion:
             # All values as of now: after a pause between two declarations the later ones would be unfounded.
             view, revision, now = me.keeper.view, me.node_revision, me.now()
             for node in self.detector.overdue(view, now, limit):
-                record = GoneRecord(reason=f"its key was absent for {limit:g} s", writer=me.writer())
+                record = GoneRecord(reason=f"its key was absent for {limit:g} s", writer=me.new_writer())
                 txn = transactions.declare_absent_gone(view, node, record, by=me.id, by_revision=revision)
                 try:
                     declared = (await me.coordinator.txn(txn)).succeeded

@@ -512,7 +512,7 @@ class Backups:
         view = self._node.keeper.view
         if not self._may_admit(node):
             return  # while this node was paused
-        writer = self._node.writer()
+        writer = self._node.new_writer()
         txn = transactions.admit(
             view,
             self._task,
@@ -541,7 +541,7 @@ class Backups:
                 self._insync.evicting(node)
                 self._note_evicted(peer, True)
             return
-        writer = self._node.writer()
+        writer = self._node.new_writer()
         txn = transactions.evict(
             view,
             self._task,

@@ -211,7 +211,7 @@ class Checkpointer:
         node, view, checkpoints = self._node, self._node.keeper.view, self._node.checkpoints
         old = view.checkpoint.record if view.checkpoint is not None else None
         kept = (old.name, *old.before)[: node.settings.checkpoints_kept - 1] if old is not None else ()
-        name, writer = checkpoints.name_of(boundary), node.writer()
+        name, writer = checkpoints.name_of(boundary), node.new_writer()
         infos = [FileInfo(w.task, w.size, w.digest) for w in files]
         manifest = checkpoints.store.manifest(name, infos, kept)
         record = CheckpointRecord(

@@ -118,18 +118,18 @@ class LeaderRole:
         self._gather_timer: asyncio.TimerHandle | None = None
         self._acting = False  # a transaction is under way
         self._report_came = False  # a report came meanwhile
-        self._gathered_by = self._ahead  # the last argument of `gather_by`
+        self._task_ahead = self._ahead  # the last argument of `set_ahead`
         self._emitted_thinned = False
         self._committed = 0
         """The boundary this leader committed last; the log has all reports before it."""
 
-    def gather_by(self, ahead: int) -> None:
+    def set_ahead(self, ahead: int) -> None:
         """Sets how many epochs task 0 may be ahead of the last commit; from that follows how many epochs one commit
         gathers.
 
         The other tasks count as equally far.
         """
-        self._gathered_by = ahead
+        self._task_ahead = ahead
         self._leader.gather_by(ahead)
 
     # -- messages of primaries --------------------------------------------------------------------
@@ -331,7 +331,7 @@ class LeaderRole:
         numbers = range(stamp.epoch, stamp.epoch + commit.epochs)
         rows, lineage = {number: self._leader.numbers(number) or {} for number in numbers}, self._lineage()
         generation = view.generation_revision
-        writer = node.writer()
+        writer = node.new_writer()
         txn = transactions.commit(  # of the view that was decided from, which may change during awaits
             view,
             primary_revision=self._primary.revision,
@@ -356,7 +356,7 @@ class LeaderRole:
             return
         self._backoff.reset()
         self._refused = ((), 0)
-        self._next_commit_at = self._clock() + node.commit_interval.seconds(self._gathered_by)
+        self._next_commit_at = self._clock() + node.commit_interval.seconds(self._task_ahead)
         self._commit_generation = generation
         self._stop_gathering()
         if self._lineage() == lineage:  # else a roll-back undid the commit before its answer came
@@ -447,7 +447,7 @@ class LeaderRole:
         node, view = self._node, self._node.keeper.view
         stamp = self._leader.stamp
         assert stamp is not None
-        writer = node.writer()
+        writer = node.new_writer()
         txn = transactions.restart(view, primary_revision=self._primary.revision, writer=writer)
         sent = node.tracing.on and clock()
         revision = await node.transact(txn, key=view.keys.epoch, writer=writer)

@@ -14,7 +14,7 @@ __all__ = ["LeaderInterface"]
 class LeaderInterface(Protocol):
     """The interface of `LeaderRole`, for primaries."""
 
-    def gather_by(self, ahead: int) -> None:
+    def set_ahead(self, ahead: int) -> None:
         """Sets how many epochs task 0 may be ahead of the last commit."""
 
     def take_report_now(self, message: Report | Reports) -> Accepted | None:

@@ -49,9 +49,9 @@ class Reporter:
         self._gathered: list[_SentReport] = []  # sent when there are enough, or by the timer
         self._timer: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
-        self.gather_by(node.settings.epochs_ahead)
+        self.set_ahead(node.settings.epochs_ahead)
 
-    def gather_by(self, ahead: int) -> None:
+    def set_ahead(self, ahead: int) -> None:
         """Sets how many reports are gathered for a message: half of the epochs that the task may be ahead."""
         self._deadline.ahead = ahead
         self._batch_size = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)

@@ -183,7 +183,7 @@ class TakeOvers:
         """Takes a task over as a member of its in-sync set, in one transaction; `failure`: its primary died."""
         view, replica = self._node.keeper.view, self._roles.replica(task)
         old = view.primaries.get(task)
-        writer = self._node.writer()
+        writer = self._node.new_writer()
         try:
             txn = transactions.take_over(
                 view,
@@ -215,7 +215,7 @@ class TakeOvers:
             return  # changed during the build; `reconcile` decides again
         view = self._node.keeper.view
         old = view.primaries.get(task)
-        writer = self._node.writer()
+        writer = self._node.new_writer()
         usable: CheckpointRecord | None = None
         if old is not None and holds_state(view, task) and view.checkpoint is not None:
             usable = await self._usable_checkpoint(task, writer)
@@ -380,7 +380,7 @@ class TakeOvers:
             reason += f": {how}. Where it is not to blame, {self._backups_advice()}"
         else:
             reason += f"; {why or self._backups_advice()}" + f"\n{how}" * bool(how)
-        writer = self._node.writer()
+        writer = self._node.new_writer()
         status = StatusRecord(state=JobStatus.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
         try:
             txn = transactions.fail_lost(view, task, status)

@@ -47,9 +47,9 @@ class UnsentOffers:
         self._last: Encoded | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.boundaries: dict[tuple[int, int, int], Boundary] = {}
-        self.gather_by(node.settings.epochs_ahead)
+        self.set_ahead(node.settings.epochs_ahead)
 
-    def gather_by(self, ahead: int) -> None:
+    def set_ahead(self, ahead: int) -> None:
         """Sets how many epochs the task may be ahead of the commit. Half as many boundaries fill a message."""
         self._deadline.ahead = ahead
         self._enough = max(1, ahead // 2) if self._node.settings.gather_s else 1

@@ -32,7 +32,7 @@ from taskgraph.node.usercode.contexts import Contexts
 from taskgraph.node.usercode.coroutines import (
     CancelledByUserCode,
     CoroutineDriver,
-    OnStream,
+    CoroutineOnStream,
     is_async,
     refuse_coroutine,
     uncancel_caller,
@@ -156,7 +156,7 @@ class Actor:
                 await self._wait_until_turn_free(where)
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             if self._device is not None:
-                coroutine = OnStream(coroutine, self._device, self._stream_of(self._device))
+                coroutine = CoroutineOnStream(coroutine, self._device, self._stream_of(self._device))
             words, began = lastwords.here, self._tracing.on and self._tracing.begin(stamp)
             if words is not None:
                 words.note_on_loop(self.task, stamp, where)

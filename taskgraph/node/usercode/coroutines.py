@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
     from taskgraph.node.usercode.actor import Actor, CallOwner
 
-__all__ = ["CancelledByUserCode", "CoroutineDriver", "OnStream", "is_async", "refuse_coroutine", "uncancel_caller"]
+__all__ = [
+    "CancelledByUserCode",
+    "CoroutineDriver",
+    "CoroutineOnStream",
+    "is_async",
+    "refuse_coroutine",
+    "uncancel_caller",
+]
 
 R = TypeVar("R")
 
@@ -194,7 +201,7 @@ async def uncancel_caller(itself: CancelledByUserCode) -> None:
         raise asyncio.CancelledError from itself
 
 
-class OnStream(Coroutine[Any, Any, R]):
+class CoroutineOnStream(Coroutine[Any, Any, R]):
     """A coroutine whose steps run with a stream as the current one.
 
     A stream that the coroutine itself makes current is current until its next await.

@@ -14,7 +14,7 @@ import taskgraph as tg
 from taskgraph.tables.merging import as_gradients, as_ids, server_of, sum_by_id
 from taskgraph.tables.optimizers import OPTIMIZERS
 from taskgraph.tables.rows import first_rows, table_seed
-from taskgraph.tables.store import RowStore, select
+from taskgraph.tables.store import RowStore, rows_of_server
 from taskgraph.tables.table import Table
 
 Array = NDArray[Any]
@@ -203,7 +203,7 @@ def test_store_is_that_of_a_dict(name: str) -> None:
         expected = plain[one][0][0] if one in plain else RowStore(table, SEED).pull(np.array([one]))[0]
         assert np.array_equal(row, expected)
     assert len(store) == len(plain)
-    live = store.live()
+    live = store.live_rows()
     assert live["ids"].tolist() == sorted(plain)
     if name == "adam":
         assert live["steps"].tolist() == [int(plain[one][1]["steps"][0]) for one in sorted(plain)]
@@ -246,7 +246,7 @@ def test_rows_move_to_another_number_of_servers() -> None:
     whole = RowStore(table, SEED)
     for _ in range(20):
         whole.push(rng.integers(0, 300, 40), rng.normal(size=(40, 2)).astype(np.float32), 0.1)
-    parts = [RowStore(table, SEED, [select(whole.live(), server, 3)]) for server in range(3)]
+    parts = [RowStore(table, SEED, [rows_of_server(whole.live_rows(), server, 3)]) for server in range(3)]
     assert sum(map(len, parts)) == len(whole) and min(map(len, parts)) > 50
     ids = np.arange(300)
     for server, part in enumerate(parts):
