@@ -16,7 +16,7 @@ What user code calls, in its thread:
     progress       where user code is; pieces that one worker computes for all; `watching`: what a test sees of it
     groups         collectives for loops of another shape
     shards         a loop over pieces that go to free workers
-    hand           the pieces that this worker has
+    piece_queue    the pieces that this worker has
     usercall       one call of the function: between its thread and the loop
 
 One worker, on the event loop:

@@ -17,7 +17,7 @@ from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["FinishedParts", "Merging", "Outgoing", "Total", "chain_digest"]
+__all__ = ["EncodedSums", "FinishedParts", "Merging", "Total", "chain_digest"]
 
 
 def chain_digest(tag: bytes, total: Sums) -> bytes:
@@ -66,7 +66,7 @@ class Total:
             return self._sums
 
 
-class Outgoing(NamedTuple):
+class EncodedSums(NamedTuple):
     """Encoded sums for the other workers of a view.
 
     Attributes:
@@ -83,11 +83,11 @@ class FinishedParts(NamedTuple):
 
     Attributes:
         sums: span -> its sum.
-        encoded: the sums encoded, if they are large: that takes a while.
+        encoded: the sums, encoded in user code's thread if they are large; None: they are not encoded yet.
     """
 
     sums: dict[Span, Sums]
-    encoded: Outgoing | None
+    encoded: EncodedSums | None
 
 
 class Merging:
@@ -117,7 +117,7 @@ class Merging:
             self._held[above] = self._held.pop(first).add(self._held.pop(second), self._allocate)
             span = above
 
-    def take(self, encode: Callable[[Sequence[Sums]], Outgoing | None]) -> FinishedParts | None:
+    def take(self, encode: Callable[[Sequence[Sums]], EncodedSums | None]) -> FinishedParts | None:
         """Removes and returns the sums of complete spans; None: no span is complete.
 
         Args:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints"]
 
 
-def _decoded(value: Encoded) -> Any:
-    """Decodes a checkpoint. User code may not have imported PyTorch yet, whose tensors are in it."""
+def _decode_checkpoint(value: Encoded) -> Any:
+    """Decodes a checkpoint; imports PyTorch if its tensors are in it, and user code has not imported it yet."""
     pytorch()
     try:
         return decode(value)
@@ -48,10 +48,10 @@ class Checkpoints:
     """The checkpoints of one elastic job, as one worker reads and writes them.
 
     Args:
-        place: where they are; None: the place of the job's URL.
+        place: where checkpoints are; None: the place of the job's URL.
 
     Attributes:
-        writing: this worker writes one.
+        writing: this worker writes a checkpoint.
     """
 
     def __init__(self, node: WorkerNode, place: Place | None) -> None:
@@ -76,7 +76,7 @@ class Checkpoints:
             raise JobError(f"the checkpoint {name} cannot be read: {error}. Do all hosts see the same place?") from None
         if value is None:
             raise JobError(f"the checkpoint {name} has no state")
-        read = _decoded(value)
+        read = _decode_checkpoint(value)
         return StateCopy(read["step"], read["position"], read["tag"], encode(read["state"]), tuple(read["reports"]))
 
     async def run(self) -> None:
@@ -88,7 +88,7 @@ class Checkpoints:
         if node.spec.checkpoint is None or node.job.elastic is None:
             return
         while True:
-            hurried = await self._wait_for_turn(node.job.elastic.checkpoint_every_s, hurry=not hurried)
+            hurried = await self._wait_until_due(node.job.elastic.checkpoint_every_s, hurry=not hurried)
             if self._is_writer and node.has_begun() and not node.paused:
                 mark = node.trace.begin(of_step=False)
                 copy = await node.copied_state()
@@ -104,7 +104,7 @@ class Checkpoints:
                     if node.draining:
                         node.keeper.notify_later()  # it may leave now
 
-    async def _wait_for_turn(self, every_s: float, *, hurry: bool) -> bool:
+    async def _wait_until_due(self, every_s: float, *, hurry: bool) -> bool:
         """Waits until the next checkpoint is due. With `hurry`, also returns once all nodes drain: then True."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(every_s):
@@ -118,8 +118,8 @@ class Checkpoints:
         if node.spec.checkpoint is None:
             return
         while True:
-            await keeper.wait_until(lambda v: self._is_writer and self._unfinished != "", structure=True)
-            name = self._unfinished
+            await keeper.wait_until(lambda v: self._is_writer and self._unfinished_checkpoint != "", structure=True)
+            name = self._unfinished_checkpoint
             with contextlib.suppress(OSError, CheckpointError):  # the next checkpoint takes its place
                 await self._reader.call(partial(self._reader.store.finish, name))
             self._finished = name
@@ -131,7 +131,7 @@ class Checkpoints:
         return known is not None and known.record.workers[0][0] == self._node.id
 
     @property
-    def _unfinished(self) -> str:
+    def _unfinished_checkpoint(self) -> str:
         """The checkpoint that the pointer in etcd names, if its final manifest may be missing; "": there is none."""
         pointer = self._node.keeper.view.checkpoint
         return pointer.record.name if pointer is not None and pointer.record.name != self._finished else ""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.elastic_jobs.adding import FinishedParts, Outgoing, Total
+from taskgraph.elastic_jobs.adding import EncodedSums, FinishedParts, Total
 from taskgraph.elastic_jobs.slices import Slices, encode_slices
 from taskgraph.graph.sums import Sums, add_up, decode_sums, encode_sums
 from taskgraph.protocol.elastic.actions import Contribution, SumTogether
@@ -38,7 +38,7 @@ class Contributions:
     """The sums of one worker's position at work: its own, and those received from the other workers of the view.
 
     Args:
-        together: makes the totals of what the workers of a view hold; None: all workers send each other their sums.
+        together: makes the totals by process groups; None: workers send each other their sums.
         changed: called once a slice was added up in a thread, or a total by a process group.
     """
 
@@ -51,20 +51,20 @@ class Contributions:
         self._together = together
         self._changed = changed
         self._own: dict[Span, Sums] = {}
-        self._encoded: dict[tuple[Span, ...], Outgoing] = {}  # own sums that user code's thread has encoded
+        self._encoded: dict[tuple[Span, ...], EncodedSums] = {}  # own sums that user code's thread has encoded
         self._received: dict[tuple[int, int, Span], Sums] = {}  # by view, position and span
         self._slices = Slices(node, self._send_slice, changed)
         self._summed: Total | None = None  # the total that the workers of the view added up together
 
     # -- what this worker computed ----------------------------------------------------------------
 
-    def encode_ahead(self, sums: Sequence[Sums]) -> Outgoing | None:
-        """Encodes large sums for the other workers, in user code's thread. None: small, or for a process group."""
+    def encode_ahead(self, sums: Sequence[Sums]) -> EncodedSums | None:
+        """Encodes large sums for the other workers, in user code's thread. None: they are small, or not sent whole."""
         dealt = self._core.dealt
         if self._together is not None or not any(each.is_large for each in sums):
             return None
         others = [worker for worker in dealt.due if worker != self._node.id]
-        return Outgoing(dealt.view, self._encode(sums, others, dealt.owners if self.are_large(sums) else ()))
+        return EncodedSums(dealt.view, self._encode(sums, others, dealt.owners if self.are_large(sums) else ()))
 
     def hold(self, finished: FinishedParts) -> None:
         """Keeps the sums of parts that user code has finished, as this worker's own."""
@@ -172,7 +172,7 @@ class Contributions:
             self._changed()
 
     def take_sliced(self) -> bool:
-        """If the sums of all slices are there, keeps the total and calls `note_summed`; else returns False."""
+        """If the sums of all slices are there, keeps the total, and tells the core; else returns False."""
         made = self._slices.take_total()
         if made is None:
             return False
@@ -208,7 +208,7 @@ class Contributions:
         self._received = {key: sums for key, sums in self._received.items() if key[0] >= number}
         self._slices.drop(number, at)
         if self._together is not None:
-            self._together.follow(view)
+            self._together.begin_view(view)
 
     def end_position(self, position: int) -> None:
         """Drops all sums of a position and those before it: this worker holds their totals."""

@@ -13,35 +13,35 @@ from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import seed_generators
 from taskgraph.errors import StepError
 
-__all__ = ["Data", "LoaderArguments", "Readable", "Taken", "data_of", "loader_arguments"]
+__all__ = ["Data", "LoaderArguments", "Readable", "SourceRows", "data_of", "loader_arguments"]
 
 
 class Readable(Protocol):
-    """The data of a part: `part.data` reads it from here."""
+    """What `part.data` reads the data of a part from."""
 
     def read(self, rows: NDArray[np.int64], seed: Callable[[int], int]) -> Any:
         """Returns the data of these rows; the generators are seeded with `seed(row)` before each one."""
 
     def joined(self, other: Any) -> Readable:
-        """Returns the data of this part and another one, as if they were one part."""
+        """Returns this part's data, followed by that of another part."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Rows of a source, which one part has read."""
+class SourceRows:
+    """The rows of a source that one part has read. A `Readable`."""
 
     rows: list[Any]
 
     def read(self, rows: NDArray[np.int64], seed: Callable[[int], int]) -> Any:
         return [*self.rows]
 
-    def joined(self, other: Any) -> Taken:
-        return Taken([*self.rows, *other.rows])
+    def joined(self, other: Any) -> SourceRows:
+        return SourceRows([*self.rows, *other.rows])
 
 
 @dataclass(frozen=True)
 class Data:
-    """Rows that can be read by number.
+    """Rows that can be read by number. A `Readable`.
 
     Attributes:
         source: `source[row]` is a row.
@@ -69,7 +69,7 @@ class Data:
 
 
 class LoaderArguments(NamedTuple):
-    """What a DataLoader says about steps."""
+    """The arguments of a DataLoader that decide the rows of steps."""
 
     batch: int
     shuffle: bool

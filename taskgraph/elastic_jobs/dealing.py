@@ -2,7 +2,7 @@
 
     a reason, or another worker has begun ──► contribute the news (`tally.News`) ──► the total ──► apply it (`Tally`)
          ▲                                                                                             │
-         └───────────────────── pause ◄── pieces to user code (`Hand`) ◄───────────────────────────────┘
+         └───────────────────── pause ◄── pieces to user code (`PieceQueue`) ◄───────────────────────────────┘
 
 A round is a position of the protocol with one part for each worker. It never waits for a piece that computes: every
 worker contributes at once what it has. So a lost worker costs one change of the view, and its pieces are dealt again.
@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import Merging, chain_digest
-from taskgraph.elastic_jobs.hand import FinishedPiece, Hand
+from taskgraph.elastic_jobs.piece_queue import FinishedPiece, PieceQueue
 from taskgraph.elastic_jobs.state import capture
-from taskgraph.elastic_jobs.tally import News, Settled, Tally, holder_of, share_of_round
+from taskgraph.elastic_jobs.tally import News, RoundOutcome, Tally, holder_of, share_of_round
 from taskgraph.errors import StepError
 from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import decode, encode
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.engine import Engine
     from taskgraph.elastic_jobs.progress import RunProgress
 
-__all__ = ["KEEP_ALIVE_S", "PACE_S", "Dealing", "Gifts"]
+__all__ = ["KEEP_ALIVE_S", "PACE_S", "Dealing", "PieceEffects"]
 
 PACE_S: Final = 0.015
 """Time between two rounds: a round costs each worker some 2 ms of its event loop."""
@@ -46,53 +46,53 @@ _WEIGHT: Final = 0.2
 """Weight of the newest round in the typical time that one takes."""
 
 
-class Gifts(Protocol):
+class PieceEffects(Protocol):
     """Effects of user code that count only if their piece counts, such as pushes to a table.
 
     What counts so far travels to newcomers by `RunProgress.carried`, which is captured on the event loop then.
 
     Attributes:
-        bound: how many of the last counted pieces a piece at work may lack; 0: any number.
+        bound: a piece at work may lack the effects of at most this many counted pieces; 0: of any number.
     """
 
     @property
     def bound(self) -> int: ...
 
     def take(self, ticket: Ticket, *, counts: bool) -> Any:
-        """Ends a piece, in user code's thread. Returns what it did in it, as a value that travels; None: nothing.
+        """Ends a piece, in user code's thread. Returns its effects, as a value that travels; None: it had none.
 
         Args:
-            counts: False if user code raised: what it did in the piece is dropped.
+            counts: False if user code raised: the effects are dropped.
         """
 
-    def apply_gift(self, ticket: Ticket, gift: Any) -> None:
-        """Applies a value of `take`, as its piece counts now. Called on all workers' loops, in the same order."""
+    def apply_effects(self, ticket: Ticket, effects: Any) -> None:
+        """Applies what `take` returned, maybe None, once its piece counts: on all workers' loops, in the same order."""
 
 
 class Dealing:
-    """The rounds of one worker. What newcomers get of them is in `RunProgress.carried`.
+    """The rounds of one worker. It is a `CarriedState`: newcomers get the tally.
 
     Args:
         tally: all pieces, if this worker begins with no copied state.
         what: tells these rounds from other ones; equal on all workers.
-        gifts: takes what counts with pieces; None: nothing does.
-        keep: called before other workers hear of results.
+        effects: takes and applies the effects of pieces; None: pieces have none.
+        keep: called on the event loop before other workers hear of results.
     """
 
     def __init__(
-        self, progress: RunProgress, tally: Tally, what: str, gifts: Gifts | None, keep: Callable[[], None]
+        self, progress: RunProgress, tally: Tally, what: str, effects: PieceEffects | None, keep: Callable[[], None]
     ) -> None:
         self.tally = tally
         node = progress.node
-        self.hand = Hand(node.clock, progress.wait, lambda: node.post(self._wake_rounds))
+        self.queue = PieceQueue(node.clock, progress.wait, lambda: node.post(self._wake_rounds))
         self._progress = progress
         self._what = what.encode()
         self._named: Mapping[str, Any] = {}
-        self._gifts = gifts
+        self._effects = effects
         self._keep = keep
         self._rate = Rate()
         self._changed = asyncio.Event()
-        self._news = _Unconfirmed()
+        self._news = _UnconfirmedNews()
         self._ended_at = self._contributed_at = 0.0
         self._round_s = PACE_S  # time between two rounds
         self._given_at = -1  # the position of the last copy of the state
@@ -113,8 +113,8 @@ class Dealing:
         self._changed.set()
 
     def _end_pieces(self, error: BaseException | None) -> None:
-        """Ends user code's pieces after the last round; it gets the error that ended the rounds, if any."""
-        self.hand.end_pieces(error)
+        """Ends user code's pieces after the last round, or with the error that ended the rounds."""
+        self.queue.end_pieces(error)
 
     # -- on the event loop ------------------------------------------------------------------------
 
@@ -156,18 +156,18 @@ class Dealing:
 
     def _next_round_at(self, engine: Engine) -> float:
         """Returns when this worker is to begin the next round, by the event loop's clock."""
-        hand, now = self.hand, asyncio.get_running_loop().time()
-        finished = hand.has_finished or not self._news.empty
+        queue, now = self.queue, asyncio.get_running_loop().time()
+        finished = queue.has_finished or not self._news.empty
         is_new = engine.core.number > self.tally.view[0]
-        wants, back = hand.wanted_or_surplus(self._round_s)
+        wants, back = queue.wanted_or_surplus(self._round_s)
         self._news.back += back
         open_pieces = wants > 0 and self.tally.ledger.open > 0
-        if hand.starves and (finished or open_pieces or is_new):
+        if queue.is_starving and (finished or open_pieces or is_new):
             return now
         if finished or open_pieces or is_new or back or self._given_at > engine.core.stable:
             return self._ended_at + PACE_S
         soon = self._ended_at + PACE_S
-        return max(soon, min(self._ended_at + KEEP_ALIVE_S, now + hand.due_in(self._round_s)))
+        return max(soon, min(self._ended_at + KEEP_ALIVE_S, now + queue.due_in(self._round_s)))
 
     async def _run_round(self, engine: Engine) -> Sums:
         """Contributes this worker's news to a round, waits for its total, and returns that."""
@@ -193,7 +193,7 @@ class Dealing:
             finished = merging.take(lambda sums: None)
             assert finished is not None
             dealt = []
-            engine.computed(position, slots, tag, finished)
+            engine.take_finished_parts(position, slots, tag, finished)
 
     def _contribution(self, engine: Engine) -> dict[str, Any]:
         """Returns this worker's `News` as a value: finished pieces, pieces to give back, how many more it wants."""
@@ -201,10 +201,10 @@ class Dealing:
         assert view is not None
         holders = tuple(holder_of(name_of(entry.worker), entry.since) for entry in view.entries)
         self._news.holder = holders[view.workers.index(me)]
-        if finished := self.hand.take_finished():
+        if finished := self.queue.take_finished():
             self._keep()
             self._news.add(finished)
-        wants, back = self.hand.wanted_or_surplus(self._round_s)
+        wants, back = self.queue.wanted_or_surplus(self._round_s)
         self._news.back += back
         most = self._most_done(holders.index(self._news.holder), len(holders))
         news = self._news.news(most)
@@ -212,13 +212,13 @@ class Dealing:
         if self.tally.ledger.open:
             news.wants = 0 if back or self._news.finished > 2 * most else wants
         else:  # what others give back is for those that have nothing
-            news.wants = 1 if self.hand.is_idle_within(self._round_s) else 0
+            news.wants = 1 if self.queue.is_idle_within(self._round_s) else 0
         news.elapsed_s, self._contributed_at = now - self._contributed_at, now
         return news.value()
 
     def _most_done(self, index: int, workers: int) -> int:
         """Returns how many finished pieces this worker may contribute to this round, so that no pull lacks too many."""
-        bound = 0 if self._gifts is None else self._gifts.bound
+        bound = 0 if self._effects is None else self._effects.bound
         return share_of_round(bound, index, workers, self._progress.position) if bound else sys.maxsize
 
     def _apply(self, total: Sums) -> None:
@@ -229,18 +229,18 @@ class Dealing:
             if each.holder == mine:
                 self._news.confirm(each)
         rows = self.tally.ledger.rows
-        settled = self.tally.apply(news)
+        outcome = self.tally.apply(news)
         self._rate.add(asyncio.get_running_loop().time(), self.tally.ledger.rows - rows)
-        if self._gifts is not None:
-            for _, ticket, gift in settled.counted:
-                self._gifts.apply_gift(ticket, gift)
-        self._drop_late(settled)
-        if settled.failed is not None:
-            raise settled.failed
-        if dealt := settled.dealt.get(mine):
-            self.hand.deal(dealt)
-        elif settled.starving:
-            self._news.back += self.hand.give_back(self._round_s)
+        if self._effects is not None:
+            for _, ticket, effects in outcome.counted:
+                self._effects.apply_effects(ticket, effects)
+        self._drop_late(outcome)
+        if outcome.failed is not None:
+            raise outcome.failed
+        if dealt := outcome.dealt.get(mine):
+            self.queue.add(dealt)
+        elif outcome.starving:
+            self._news.back += self.queue.give_back(self._round_s)
 
     def _queue_status(self) -> tuple[QueueStatus, ...]:
         """Returns how far the pieces are, for `taskgraph shards`."""
@@ -248,11 +248,11 @@ class Dealing:
         kind = "shards" if self._what.startswith(b"run.shards") else "map"
         return (QueueStatus.of(self._progress.node.spec.name, kind, tally.ledger, tally.now, rows_per_s),)
 
-    def _drop_late(self, settled: Settled) -> None:
-        """Removes pieces from this worker's queue that another worker has finished."""
-        by_others = {ticket[:2] for holder, ticket, _ in settled.counted if holder != self._news.holder}
+    def _drop_late(self, outcome: RoundOutcome) -> None:
+        """Removes pieces from this worker's queue that another worker has finished meanwhile."""
+        by_others = {ticket[:2] for holder, ticket, _ in outcome.counted if holder != self._news.holder}
         if by_others:
-            self.hand.drop(by_others)
+            self.queue.drop(by_others)
 
     def _give_state(self) -> None:
         """If a newcomer or a checkpoint waits for the state, captures it between two rounds and gives it to them."""
@@ -260,7 +260,13 @@ class Dealing:
         if not node.state_wanted:
             return
         carried = {name: each.captured() for name, each in progress.carried.items()}
-        copy = capture(self._named, progress.early, progress.arguments, carried, node.room().allocate)
+        copy = capture(
+            self._named,
+            progress.results_before_steps,
+            progress.steps_arguments,
+            carried,
+            node.take_prepared_memory().allocate,
+        )
         node.give_state(self.tally.ledger.done, progress.position, progress.tag, copy)
         self._given_at = progress.position
 
@@ -281,7 +287,7 @@ class Dealing:
         return {}  # workers that differ are found by the tags of the rounds
 
 
-class _Unconfirmed:
+class _UnconfirmedNews:
     """Finished and returned pieces of this worker that are in no total yet: it contributes them to the next round, too.
 
     Attributes:
@@ -316,8 +322,8 @@ class _Unconfirmed:
                 continue
             if len(news.done) == most:
                 continue
-            if each.gift is not None:
-                news.gifts[len(news.done)] = each.gift
+            if each.effects is not None:
+                news.effects[len(news.done)] = each.effects
             news.done.append((ticket, each.rows))
         return news
 

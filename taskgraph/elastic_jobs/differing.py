@@ -20,7 +20,7 @@ from taskgraph.protocol.records import name_of
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
-__all__ = ["Differences", "digests_of_arguments", "error_of_copied", "is_checked"]
+__all__ = ["Differences", "digests_of_arguments", "error_of_wrong_call", "is_checked"]
 
 _AGAIN = 20
 """Workers that differ again within this many sums or steps, since one of them has entered anew, differ for a lasting
@@ -54,7 +54,7 @@ class Differences:
 
     Attributes:
         outvoted: workers that differ, until they have left the view.
-        differs: this worker is one that the others exclude for that.
+        differs: the other workers exclude this one because it differs.
     """
 
     def __init__(self, node: WorkerNode, changed: Callable[[], None]) -> None:
@@ -74,10 +74,10 @@ class Differences:
         self.outvoted -= left
         if self._away & workers:
             self._away -= workers
-            self._note(self._node.engine.core.position)
+            self._note_difference(self._node.engine.core.position)
 
-    def _note(self, position: int) -> None:
-        """Notes where workers differ, or enter anew."""
+    def _note_difference(self, position: int) -> None:
+        """Keeps the position, and user code's step, at which workers differ, or enter anew since they differed."""
         self._position = position
         self._step = self._node.digests.step
 
@@ -96,9 +96,9 @@ class Differences:
         if node.engine.core.view != view:
             return  # another worker has excluded them, or workers were lost: tags are compared anew
         if position - self._position <= _AGAIN or 0 <= mine.step <= self._step + _AGAIN:
-            await node.fail_by(_lasting_error(found))
+            await node.fail_job(_lasting_error(found))
             return
-        self._note(position)
+        self._note_difference(position)
         self.outvoted = frozenset(outvoted)
         self._since = {worker: view.since(worker) for worker in outvoted}
         others = [worker for worker in view.workers if worker not in outvoted]
@@ -147,18 +147,18 @@ async def _compare(node: WorkerNode, mine: StateDigests, worker: str) -> _Differ
     names.sort(key=lambda path: (is_array(here.get(path) or there[path]), path.count(".")))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     text = f"the state of {name} differs before step {mine.step}: {', '.join(names[:_NAMED])}{more}"
-    return _Difference(text, _spoilt(mine.step))
+    return _Difference(text, _spoilt_text(mine.step))
 
 
-def _spoilt(step: int) -> str:
+def _spoilt_text(step: int) -> str:
     """Returns a text about the totals since the last comparison, if a state differs before this step; "": none."""
     if step <= _FIRST:
         return ""  # before each of these steps states are compared
     return f" (the totals of steps {step - _EVERY + 1} to {step - 1} may rest on the wrong one)"
 
 
-def error_of_copied(worker: str, call: str) -> StepError:
-    """Returns the error for a worker whose call is not the one whose total it has copied from others."""
+def error_of_wrong_call(worker: str, call: str) -> StepError:
+    """Returns the error for a worker that got, for this call, a total which other workers made for another call."""
     return StepError(f"{worker} is at {call}, and other workers were at another call: {_DECIDE}")
 
 

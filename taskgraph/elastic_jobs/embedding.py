@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import TableError
 
-__all__ = ["embedded"]
+__all__ = ["embed_rows"]
 
 
-def embedded(
+def embed_rows(
     pull: Callable[[NDArray[np.int64]], NDArray[Any]], ids: torch.Tensor, what: str, *, trained: bool
 ) -> tuple[torch.Tensor, NDArray[np.int64], torch.Tensor | None]:
     """Returns the rows of a tensor of ids.

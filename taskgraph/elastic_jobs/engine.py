@@ -33,16 +33,17 @@ if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
     from taskgraph.observe.queues import QueueStatus
 
-__all__ = ["Engine", "Summed"]
+__all__ = ["Engine", "TotalAndParts"]
 
 _AWAITED = {Phase.FLUSHING: "reports", Phase.LACKING: "totals", Phase.WORKING: "parts"}
 
 
-class Summed(NamedTuple):
+class TotalAndParts(NamedTuple):
     """The total of a position, and parts of the next one that user code may begin at once, without asking.
 
     Attributes:
-        of: user code may begin them only if the next position has this number of parts.
+        of: user code may begin `ahead` only if the next position has this number of parts.
+        ahead: numbers of parts of the next position; (): none.
     """
 
     total: Total
@@ -58,12 +59,12 @@ class Engine:
         stable: called with the number of totals that all workers hold, when it grows.
         differ: called with a position and the workers whose totals or user code differ from those of the others.
         excluded: called when this worker has read a view without itself.
-        together: makes the totals of what the workers of a view hold; None: all workers send each other their sums.
+        together: makes the totals by process groups; None: workers send each other their sums.
 
     Attributes:
-        core: the decisions.
+        core: decides; the engine carries the decisions out.
         contributions: the sums of the position at work.
-        totals: those that are kept.
+        totals: the totals that are kept.
         user_position: the number of totals that user code has got.
         none_whole_in: the number of the last view of which no worker is whole; -1: none.
         first_part_due: this worker has entered, and its first part is to be checked.
@@ -119,9 +120,10 @@ class Engine:
         self.heard()
 
     def ask(self, position: int, parts: int, tag: bytes, answer: Any) -> None:
-        """Asks for user code, which is at this position: for some of its parts, or for its total. `answer` is a future.
+        """Asks on behalf of user code, which is at this position: for some of its parts, or for its total.
 
-        It gets a list of parts; or a `Summed`, which may not be added up yet; or a newcomer's first part, to check.
+        The future `answer` gets a list of parts; or a `TotalAndParts`, whose total may not be added up yet; or a
+        newcomer's first part, to check.
         """
         self._reach(position, parts, tag)
         self._asked = position, answer
@@ -134,8 +136,8 @@ class Engine:
             self._begun = position
             self.core.begin(parts, tag)
 
-    def computed(self, position: int, parts: int, tag: bytes, finished: FinishedParts) -> None:
-        """Takes sums of parts that user code has finished. It may have computed these parts without `ask`."""
+    def take_finished_parts(self, position: int, parts: int, tag: bytes, finished: FinishedParts) -> None:
+        """Takes sums of parts that user code has finished, also of parts that it got ahead, without `ask`."""
         if not self._node.running:
             return
         self._reach(position, parts, tag)
@@ -198,11 +200,11 @@ class Engine:
             self._show_waits()
 
     def _show_waits(self) -> None:
-        """Notes what user code waits for, and the end of a change of the view."""
+        """Adds to the trace what user code waits for, and the end of a change of the view."""
         trace, view = self._trace, self.core.view
         trace.note_wait((self.awaited or "the total") if self._asked is not None else "")
         if view is not None and self.core.phase == Phase.WORKING:
-            trace.end_change(" ".join(map(name_of, view.workers)))
+            trace.end_view_change(" ".join(map(name_of, view.workers)))
 
     @property
     def awaited(self) -> str:
@@ -223,7 +225,7 @@ class Engine:
             answer.set_result(self._inbox.first_parts.pop(position))
         elif position < self.core.position:
             ahead = self.core.give_parts_ahead() if position + 1 == self.core.position else (0, ())
-            answer.set_result(Summed(self.totals[position], *ahead))
+            answer.set_result(TotalAndParts(self.totals[position], *ahead))
         else:
             return False
         self._asked = None
@@ -260,7 +262,7 @@ class Engine:
     def _send_report(self, action: actions.SendReport) -> None:
         """Begins a view: sends this worker's report to all its workers, and drops sums that are not in the report."""
         view, report = action.view, action.report
-        self._trace.begin_change(view.number)
+        self._trace.begin_view_change(view.number)
         self.contributions.begin_view(view, report)
         entries = tuple((entry.worker, entry.since) for entry in view.entries)
         held = tuple((span.first, span.end) for span in report.held)

@@ -1,4 +1,4 @@
-"""What the steps of a run read: rows by number (`Numbered`), or the lanes of a source (`lanes`)."""
+"""What the steps of a run read: rows by number (`NumberedFeed`), or the lanes of a source (`lanes`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from taskgraph.elastic_jobs.data import Data
 from taskgraph.elastic_jobs.parts import Part, RoundOfParts
 from taskgraph.elastic_jobs.rows import Rows
 
-__all__ = ["Feed", "FeedStep", "Numbered"]
+__all__ = ["Feed", "FeedStep", "NumberedFeed"]
 
 
 class Feed(Protocol):
@@ -37,11 +37,11 @@ class Feed(Protocol):
     def __len__(self) -> int:
         """Returns the number of all steps. Raises TypeError if it is not known."""
 
-    def has(self, number: int) -> bool:
-        """True if there is a step of this number; the one before has ended. May open the next pass of a source."""
+    def has_step(self, number: int) -> bool:
+        """True if there is a step of this number. Called once the one before has ended; may open a pass of a source."""
 
     def step(self, number: int) -> FeedStep:
-        """Returns the rows of a step, which begins now."""
+        """Begins a step, and returns its rows."""
 
 
 class FeedStep(Protocol):
@@ -69,14 +69,14 @@ class FeedStep(Protocol):
         """Returns a part, with its rows."""
 
     def take_carried(self, carried: Sequence[Mapping[str, Any]]) -> None:
-        """Takes what the parts of a round carried with their sums, in the order of the parts."""
+        """Takes, after a round, what its parts carried to all workers (`Part.carried`), in the order of the parts."""
 
     def end(self) -> None:
-        """Ends the step. Raises StepError if it needed a round."""
+        """Ends the step. Raises StepError if it is of a source and had no round."""
 
 
-class Numbered:
-    """Rows by number. A `Feed`.
+class NumberedFeed:
+    """The steps of a run whose rows have numbers. A `Feed`.
 
     Args:
         data: None: parts have no data.
@@ -107,7 +107,7 @@ class Numbered:
             raise TypeError("the run has no last step: give run.steps(passes=...)")
         return self.of.steps
 
-    def has(self, number: int) -> bool:
+    def has_step(self, number: int) -> bool:
         return self.of.steps is None or number < self.of.steps
 
     def step(self, number: int) -> FeedStep:
@@ -115,9 +115,9 @@ class Numbered:
 
 
 class _NumberedStep:
-    """One step. A `FeedStep`."""
+    """One step of a `NumberedFeed`. A `FeedStep`."""
 
-    def __init__(self, of: Numbered, number: int) -> None:
+    def __init__(self, of: NumberedFeed, number: int) -> None:
         self._of = of
         self._number = number
         self.pass_number = number // of.per_pass

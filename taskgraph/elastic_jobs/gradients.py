@@ -29,7 +29,7 @@ class Gradients:
     Args:
         leaves: name and object of each leaf of the state.
         zeros: count a gradient that a part lacks as 0.
-        allocate: gives memory for large sums.
+        allocate: returns memory for large sums.
 
     Attributes:
         parameters: name -> parameter.
@@ -63,8 +63,8 @@ class Gradients:
             return None
         return next(name for name, version in now.items() if self._versions.get(name) != version)
 
-    def find_left(self) -> str | None:
-        """Returns the name of a parameter whose `grad` is set; None: there is none."""
+    def find_set_gradient(self) -> str | None:
+        """Returns the name of a parameter whose `grad` is set; None: no `grad` is set."""
         return next((name for name, parameter in self.parameters.items() if parameter.grad is not None), None)
 
     def take(self) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ class Gradients:
         return taken
 
     def sums(self, taken: Mapping[str, torch.Tensor], weight: float, kind: str) -> dict[str, Any]:
-        """Returns weight * gradient of a part, to be summed; 16-bit floats as float32."""
+        """Returns weight * gradient of a part, to be summed under the name `kind`; 16-bit floats as float32."""
         if not self._zeros:
             return {kind: self._flat(taken, weight)}
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad or name in taken}

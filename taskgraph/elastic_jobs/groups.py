@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "GroupTurns"]
 
 
-class RunOfTurns(Protocol):
+class RunForTurns(Protocol):
     """What `GroupTurns` uses of `run.Run`.
 
     Attributes:
@@ -50,10 +50,10 @@ class GroupTurns:
 
     Attributes:
         number: the number of the turn that begins next.
-        members: the names of the group's workers, the most senior one first; (): they have not agreed on one yet.
+        members: the names of the group's workers, the most senior one first; (): the workers have not agreed yet.
     """
 
-    def __init__(self, run: RunOfTurns) -> None:
+    def __init__(self, run: RunForTurns) -> None:
         progress, state = run.progress, run.named
         self.run = run
         self.number = 0
@@ -61,25 +61,25 @@ class GroupTurns:
         check_parameters(state)
         copied = progress.begin(state)
         if copied is not None:
-            self.number, self.members = copied, progress.copied_members
+            self.number, self.members = copied, progress.copied_group_members
             if progress.watch is not None:
-                progress.watch.copied(self.number)
+                progress.watch.on_copied_state(self.number)
 
     def begin(self) -> Group:
-        """Begins a turn, and returns its group. User code's state may be copied for newcomers here."""
+        """Begins a turn, and returns its group. The state may be captured for newcomers and checkpoints here."""
         progress, state = self.run.progress, self.run.named
-        progress.boundary(self.number, state, self.members)
+        progress.cross_boundary(self.number, state, self.members)
         digest = b""
         if is_checked(self.number) and not progress.node.is_behind(progress.position):
             found = progress.digests(state)
             digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).digest()
             progress.node.note_digests(self.number, found)
         if not self.members:
-            self.members = self._agreed()
+            self.members = self._agree_on_members()
         self.number += 1
         return Group(self, self.number - 1, self.members, digest)
 
-    def _agreed(self) -> tuple[str, ...]:
+    def _agree_on_members(self) -> tuple[str, ...]:
         """Runs a round in which the workers agree on the first members: the view's workers, as one of them read it."""
         progress, done = self.run.progress, None
         while isinstance(answer := progress.ask(1, "run.group", done), int):

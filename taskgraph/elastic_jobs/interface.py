@@ -18,10 +18,10 @@ class WorkerNode(NodeLife):
     """A node of an elastic job, as its parts see it.
 
     Attributes:
-        engine: the values, messages and user code of its worker, until the worker is excluded.
+        engine: the values, messages and user code of its worker; `begin_anew` replaces it.
         reports: the reports of user code.
-        lineage: that of the state that user code began with.
-        trace: its spans.
+        lineage: the lineage of the state that user code began with.
+        trace: the node's spans.
     """
 
     engine: Engine
@@ -30,7 +30,7 @@ class WorkerNode(NodeLife):
     trace: WorkerTrace
 
     def look_again(self) -> None:
-        """Reads the job's view and the suspected nodes again, since they changed; the next view may depend on them."""
+        """Called when the job's view in etcd or the suspected nodes changed: wakes the task that may propose a view."""
         raise NotImplementedError
 
     def begin_anew(self) -> None:
@@ -50,20 +50,20 @@ class WorkerNode(NodeLife):
         raise NotImplementedError
 
     def let_code_begin_with(self, copy: StateCopy, lineage: int) -> None:
-        """Lets user code begin with a copied state."""
+        """Lets user code begin with a copied state of this lineage, and continue the reports in the copy."""
         raise NotImplementedError
 
     async def copied_state(self) -> StateCopy | None:
-        """Returns the state of user code between two steps, once it is stable; None: the worker has ended."""
+        """Returns the state between two steps, once the totals before it are stable; None: user code was stopped."""
         raise NotImplementedError
 
     @property
     def digests(self) -> StateDigests:
-        """The digests of the state at the last step that was checked."""
+        """The digests of the state before the last checked step, and where user code is now."""
         raise NotImplementedError
 
-    async def fail_by(self, error: UserCodeError | JobError, *fences: Compare) -> None:
-        """Fails the job, unless this node is taken for lost, or one of the fences does not hold."""
+    async def fail_job(self, error: UserCodeError | JobError, *fences: Compare) -> None:
+        """Fails the job with this error, unless this node is taken for lost, or one of the fences does not hold."""
         raise NotImplementedError
 
     async def put_view(self, txn: Txn, writer: str) -> int | None:

@@ -118,18 +118,18 @@ class ElasticFunction(JobFunction[P], Generic[P, T]):
         )
 
     def _options_for(self, arguments: Mapping[str, Any]) -> ElasticOptions:
-        """Options that are parameters of the function, too, are taken from its arguments, unless those are None."""
+        """Returns the options: those that are parameters of the function, too, from its arguments, if not None."""
         defaults = {name: p.default for name, p in self._signature.parameters.items() if p.default is not p.empty}
         own = {**defaults, **arguments}
         return replace(self._options, **{name: own[name] for name in _PER_RUN if own.get(name) is not None})
 
     def options(self) -> dict[str, OptionInfo]:
-        """The function's parameters, but the run."""
+        """Returns the parameters of the function, without the run, as options of the command line."""
         return {name: info for name, info in super().options().items() if name in self._signature.parameters}
 
 
 def _in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the function so that the workers of one process take turns to run it; see `GeneratorTurn`."""
+    """Wraps the function: workers of one process take turns (`GeneratorTurn`); each waits at the end for all others."""
     turn = GeneratorTurn()
 
     @functools.wraps(function)

@@ -65,7 +65,7 @@ class Joining:
         return View.of(self._node.keeper.view.workers.record)
 
     async def _copy_state(self, donor: str) -> bool:
-        """Copies the state of a donor, and lets user code begin with it. Returns False if the donor gave none."""
+        """Copies the state of a donor, and lets user code begin with that. Returns False if the donor gave no state."""
         lineage = self._view().lineage
         mark = self._node.trace.begin(of_step=False)
         reply = await self._call(donor, CopyState())

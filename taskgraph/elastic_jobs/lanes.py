@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.elastic_jobs.data import Taken
+from taskgraph.elastic_jobs.data import SourceRows
 from taskgraph.elastic_jobs.parts import Part, RoundOfParts
 from taskgraph.elastic_jobs.rows import check_numbers
 from taskgraph.elastic_jobs.seeding import derived_seed
@@ -28,7 +28,7 @@ from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 from taskgraph.sources.reading import Source, pass_order, pieces_of, rows_of
 
-__all__ = ["LaneOptions", "SourceLanes", "packed_pieces", "unpacked_pieces"]
+__all__ = ["LaneOptions", "SourceLanes", "pack_pieces", "unpack_pieces"]
 
 _CARRIED: Final = "lane"
 """What a part carries with its sums: spans of rows that it has read, and the position behind them."""
@@ -38,12 +38,12 @@ Opening = Callable[[Callable[[int], Any], Sequence[int]], list[Any]]
 """Calls a function with each number on some worker; returns all results, on all workers."""
 
 
-class At(NamedTuple):
-    """A row of a lane.
+class LanePosition(NamedTuple):
+    """The position of a row in a lane.
 
     Attributes:
-        piece: its place among those of the lane.
-        offset: of the row, in its piece.
+        piece: the index of the row's piece among the pieces of the lane.
+        offset: the number of the row in its piece.
     """
 
     piece: int
@@ -52,7 +52,7 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneOptions:
-    """What `run.steps(source)` got. Arguments as there.
+    """The arguments of `run.steps(source, ...)`.
 
     Raises:
         StepError: a number does not fit; the message says which.
@@ -71,7 +71,7 @@ class LaneOptions:
             raise StepError(f"run.steps(buffer={self.buffer!r}): must be a number of rows, or 0 for their own order")
 
 
-def packed_pieces(source: Source) -> list[Any]:
+def pack_pieces(source: Source) -> list[Any]:
     """Returns the pieces of a source as bytes: each copy of the state has them, and many tuples take long to encode."""
     whole = encode(list(pieces_of(source)), what="a list of pieces")
     return [
@@ -81,8 +81,8 @@ def packed_pieces(source: Source) -> list[Any]:
     ]
 
 
-def unpacked_pieces(packed: Sequence[Any]) -> list[Any]:
-    """Returns the pieces of a source from what `packed_pieces` returned."""
+def unpack_pieces(packed: Sequence[Any]) -> list[Any]:
+    """Returns the pieces of a source from what `pack_pieces` returned."""
     digest, meta, buffers = packed
     found: list[Any] = decode(Encoded(meta.tobytes(), tuple(buffer.data for buffer in buffers), digest))
     return found
@@ -93,7 +93,7 @@ class SourceLanes:
 
     Args:
         pieces: of the source, the same on all workers.
-        opening: computes pieces of the round that opens a pass.
+        opening: calls a function with each lane's number on some worker, when a pass opens.
     """
 
     def __init__(self, source: Source, pieces: Sequence[Any], options: LaneOptions, opening: Opening) -> None:
@@ -104,7 +104,7 @@ class SourceLanes:
         self._pieces = pieces
         self._opening = opening
         self.pass_number = -1
-        self.at: list[At | None] = []
+        self.at: list[LanePosition | None] = []
         self._readers: dict[tuple[int, int], _Reader] = {}
 
     @property
@@ -127,7 +127,7 @@ class SourceLanes:
     def __len__(self) -> int:
         raise TypeError("the number of steps of a source is not known before all its rows are read")
 
-    def has(self, number: int) -> bool:
+    def has_step(self, number: int) -> bool:
         while not any(self.at):
             if self.options.passes is not None and self.pass_number + 1 >= self.options.passes:
                 return False
@@ -142,7 +142,7 @@ class SourceLanes:
         self.pass_number += 1
         lanes = range(min(self.options.parts, len(self._pieces)))
         found = self._opening(lambda lane: self.reader(lane).begin(), lanes)
-        self.at = [None if at is None else At(*at) for at in found]
+        self.at = [None if at is None else LanePosition(*at) for at in found]
         if not any(self.at):
             raise StepError(f"run.steps(source): the source has no rows in its {len(self._pieces)} pieces")
 
@@ -179,11 +179,11 @@ class SourceLanes:
 
     def load(self, captured: Mapping[str, Any]) -> None:
         self.pass_number = captured["pass"]
-        self.at = [None if at is None else At(*at) for at in captured["at"]]
+        self.at = [None if at is None else LanePosition(*at) for at in captured["at"]]
 
 
 class LaneStep:
-    """One step. A `feeds.FeedStep`."""
+    """One step of a run that reads a source. A `feeds.FeedStep`."""
 
     def __init__(self, of: SourceLanes, number: int) -> None:
         self._of = of
@@ -225,7 +225,7 @@ class LaneStep:
         assert at is not None
         read = self._of.reader(lane).read(at, size + (lane < larger))
         self._read.add(lane)
-        part = Part(of, number, _expanded(read.spans), Taken(read.rows))
+        part = Part(of, number, _expanded(read.spans), SourceRows(read.rows))
         part.carried[_CARRIED] = {"spans": read.spans, "next": None if read.next is None else tuple(read.next)}
         return part
 
@@ -235,7 +235,7 @@ class LaneStep:
         read = [each[_CARRIED] for each in carried]
         self._rows = np.concatenate([_expanded(each["spans"]) for each in read])
         for lane, each in zip(self._lanes, read, strict=True):
-            self._of.at[lane] = None if each["next"] is None else At(*each["next"])
+            self._of.at[lane] = None if each["next"] is None else LanePosition(*each["next"])
         self._ends_pass = not any(self._of.at)
 
     def end(self) -> None:
@@ -247,43 +247,43 @@ class LaneStep:
             )
 
 
-class _Rows(NamedTuple):
+class _ReadRows(NamedTuple):
     """What a part has read.
 
     Attributes:
         rows: the rows.
-        spans: (piece, first row in it, rows) of each run of rows; int64, shape (n, 3).
-        next: the row behind them; None: the lane has ended.
+        spans: (piece, first row in it, number of rows) of consecutive rows; int64, shape (n, 3).
+        next: the position of the row behind them; None: the lane has ended.
     """
 
     rows: list[Any]
     spans: NDArray[np.int64]
-    next: At | None
+    next: LanePosition | None
 
 
 class _Reader:
     """Reads one lane of one pass, from any of its rows.
 
     Args:
-        pieces: their numbers, in the order of the lane.
-        rows_of: the rows of a piece.
+        pieces: the numbers of the lane's pieces, in its order.
+        rows_of: returns an iterator over the rows of a piece.
     """
 
     def __init__(self, pieces: Sequence[int], rows_of: Callable[[int], Iterator[Any]]) -> None:
         self._pieces = pieces
         self._rows_of = rows_of
-        self._at = At(0, 0)  # of the next row
+        self._at = LanePosition(0, 0)  # of the next row
         self._next: Any = _END
         self._piece: Iterator[Any] = iter(())  # the open piece
         self._rows = self._piece  # what follows the next row in it
-        self._last: tuple[At, _Rows] | None = None
+        self._last: tuple[LanePosition, _ReadRows] | None = None
 
     def begin(self) -> tuple[int, int] | None:
         """Opens the lane. Returns the position of its first row; None: it has no rows."""
-        self._seek(At(0, 0))
+        self._seek(LanePosition(0, 0))
         return None if self._next is _END else (self._at.piece, self._at.offset)
 
-    def read(self, at: At, count: int) -> _Rows:
+    def read(self, at: LanePosition, count: int) -> _ReadRows:
         """Reads the row at a position, and those that follow, `count` at most."""
         if self._last is not None and self._last[0] == at:
             return self._last[1]
@@ -301,21 +301,21 @@ class _Reader:
             spans.append((self._pieces[self._at.piece], self._at.offset, len(taken)))
             rows += taken
             self._find(self._at._replace(offset=self._at.offset + len(taken)))
-        read = _Rows(rows, np.array(spans, np.int64), None if self._next is _END else self._at)
+        read = _ReadRows(rows, np.array(spans, np.int64), None if self._next is _END else self._at)
         self._last = at, read
         return read
 
-    def _seek(self, at: At) -> None:
+    def _seek(self, at: LanePosition) -> None:
         """Opens the piece at a position, and takes the row there."""
         self.close()
         self._open(at.piece)
         self._rows = itertools.islice(self._piece, at.offset, None)
         self._find(at)
 
-    def _find(self, at: At) -> None:
-        """Takes the next row: in the open piece at this position, or the first one of the pieces that follow."""
+    def _find(self, at: LanePosition) -> None:
+        """Takes the next row: the one at this position in the open piece, else the first of later pieces."""
         while (row := next(self._rows, _END)) is _END and at.piece + 1 < len(self._pieces):
-            at = At(at.piece + 1, 0)
+            at = LanePosition(at.piece + 1, 0)
             self._open(at.piece)
         self._at, self._next = at, row
 
@@ -324,7 +324,7 @@ class _Reader:
         self._piece = self._rows = self._rows_of(self._pieces[piece])
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Closes the open piece, and forgets the next row and the rows read last."""
         if (close := getattr(self._piece, "close", None)) is not None:
             close()
         self._piece = self._rows = iter(())

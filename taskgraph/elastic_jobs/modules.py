@@ -23,7 +23,7 @@ class Modules:
 
     Args:
         leaves: name and object of each leaf of the state.
-        zeros: count the change of a buffer that a part did not change as 0.
+        zeros: a buffer that a part did not change contributes the change 0, and not nothing.
     """
 
     def __init__(self, leaves: Iterable[tuple[str, Any]], zeros: bool) -> None:

@@ -67,7 +67,7 @@ class ElasticNode(WorkerNode):
         self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.suspicion.update)
         self.silence = Silence(self, self.suspicion.detector, self.look_again)
         self.differences = Differences(self, self.look_again)
-        self.views = ViewChanger(self, self.differences, self.checkpoints, self._renewed_in)
+        self.views = ViewChanger(self, self.differences, self.checkpoints, self._group_failed_in)
         self.reports = StableReports(self._emit_numbers)
         self.values = ValueComparison(self)
         self._together: GroupSums | None = None
@@ -128,15 +128,15 @@ class ElasticNode(WorkerNode):
         if elastic is None or not elastic.communicator or not self.own_process:
             return None
         name = elastic.communicator
-        return GroupSums(self, name, fail=self.fail_by, send=self._send_key, changed=self.look_again)
+        return GroupSums(self, name, fail=self.fail_job, send=self._send_key, changed=self.look_again)
 
     def _send_key(self, view: int, key: str, value: bytes) -> None:
         """Sends a key of the process group to all other workers of a view."""
         self.engine.send_key(view, key, value)
 
-    def _renewed_in(self) -> int:
+    def _group_failed_in(self) -> int:
         """Returns the number of the view whose process group failed: its workers need a new view. -1: none failed."""
-        return -1 if self._together is None else self._together.renewed_in
+        return -1 if self._together is None else self._together.failed_in
 
     def _close_group(self) -> None:
         if self._together is not None:
@@ -225,7 +225,7 @@ class ElasticNode(WorkerNode):
         failed = UserCodeError(self.job.elastic.function.__name__, error)
         await self.fail_with(failed, None, None, (self._own_key(),), also)
 
-    async def fail_by(self, error: UserCodeError | JobError, *fences: Compare) -> None:
+    async def fail_job(self, error: UserCodeError | JobError, *fences: Compare) -> None:
         await self.fail_with(error, None, None, (*fences, self._own_key()), "")
 
     def _own_key(self) -> Compare:
@@ -269,11 +269,11 @@ class ElasticNode(WorkerNode):
             self.events.emit("commit", f"step {step} is stable", epoch=step, transient=True, fields=numbers)
 
     def _waits(self) -> tuple[str, ...]:
-        """Says what this worker waits for."""
+        """Returns texts: what this worker waits for."""
         return (*self.leaving_state.waits, *self._waits_in_view())
 
     def _waits_in_view(self) -> tuple[str, ...]:
-        """Says what this worker waits for to enter a view, or from other workers in it."""
+        """Returns texts: what this worker waits for to enter a view, or from other workers in it."""
         core, known, step = self.engine.core, self.keeper.view.workers, self.trace.step
         if known is None:
             return (f"{self.name} waits for the first view, which needs the nodes that the job was started with",)

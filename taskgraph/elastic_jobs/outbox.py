@@ -48,7 +48,7 @@ _NAMES: Final = {
 }
 
 
-class _Waiting(NamedTuple):
+class _QueuedMessage(NamedTuple):
     """A message that is not sent yet."""
 
     view: int
@@ -56,11 +56,11 @@ class _Waiting(NamedTuple):
     mark: Mark | None
 
 
-class _Sent(NamedTuple):
+class _SentMessage(NamedTuple):
     """A message that is sent, and unconfirmed."""
 
     call: asyncio.Future[Reply]
-    what: _Waiting
+    what: _QueuedMessage
 
 
 class WorkerOutbox:
@@ -85,19 +85,19 @@ class WorkerOutbox:
         self._peer = peer
         self._view = view
         self._refused = refused
-        self._waiting: deque[_Waiting] = deque()
-        self._unconfirmed: list[_Sent] = []
+        self._waiting: deque[_QueuedMessage] = deque()
+        self._unconfirmed: list[_SentMessage] = []
         self._sending: asyncio.Task[None] | None = None  # sends what waits, one message after the other
 
     def put(self, view: int, message: Call) -> None:
         """Queues a message of a view, and begins to send it once all earlier ones are sent."""
-        self._waiting.append(_Waiting(view, message, self._trace.begin()))
+        self._waiting.append(_QueuedMessage(view, message, self._trace.begin()))
         if self._sending is None:
             self._send_now()
 
     def confirm(self, stable: int) -> None:
-        """Drops unconfirmed messages that are not needed: sums of totals below `stable`, and all of an old view."""
-        left: list[_Sent] = []
+        """Drops unconfirmed messages that are not needed: sums for positions below `stable`, and all of an old view."""
+        left: list[_SentMessage] = []
         for sent in self._unconfirmed:
             view, message, _ = sent.what
             if view < self._view() or (isinstance(message, PartSums | SliceSum) and message.position < stable):
@@ -116,13 +116,17 @@ class WorkerOutbox:
                 if (call := self._call_now(first.message, quiet)) is None:
                     self._start_task()
                     return
-                self._unconfirmed.append(_Sent(call, first))
+                self._unconfirmed.append(_SentMessage(call, first))
                 if quiet:
                     self._note_sent(first)
             self._waiting.popleft()
 
     def _call_now(self, message: Call, quiet: bool) -> asyncio.Future[Reply] | None:
-        """Sends a message at once, and returns the future of its reply; None: no session, so it is not sent."""
+        """Sends a message at once, and returns the future of its reply; None: no session, so it is not sent.
+
+        Args:
+            quiet: ask for no reply.
+        """
         peer = self._node.router.peer(self._peer)
         if peer is None or self._node.injects_held:
             return None
@@ -174,7 +178,7 @@ class WorkerOutbox:
                 self._note_sent(first)
             self._waiting.popleft()
 
-    def _note_sent(self, sent: _Waiting) -> None:
+    def _note_sent(self, sent: _QueuedMessage) -> None:
         """Adds a span of the sent message to the trace."""
         if sent.mark is not None:
             value = getattr(sent.message, "value", None)
@@ -207,7 +211,7 @@ class WorkerOutbox:
 
 
 def _forget(call: asyncio.Future[Reply]) -> None:
-    """Cancels a call; its listener is not called."""
+    """Cancels a call, so that no reply is handled."""
     if isinstance(call, CallFuture):
         call.listener = None
     call.cancel()

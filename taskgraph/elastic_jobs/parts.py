@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from taskgraph.graph.blocks import Allocate
     from taskgraph.protocol.messages import Encoded
 
-__all__ = ["CARRIED", "KINDS", "PUSHED", "Part", "RoundId", "RoundOfParts", "check_alike", "kept_modules"]
+__all__ = ["CARRIED", "KINDS", "PUSHED", "Part", "RoundId", "RoundOfParts", "capture_modules", "check_alike"]
 
 KINDS = {"mean": "gradients", "sum": "summed gradients"}
 """`reduce` of `part.backward` -> the name of the gradients in the sums."""
@@ -36,7 +36,7 @@ PUSHED: Final = "pushed"
 
 
 class RoundId(NamedTuple):
-    """Where a part is.
+    """Identifies a round of a step.
 
     Attributes:
         seed: of the run.
@@ -49,8 +49,8 @@ class RoundId(NamedTuple):
     round: int
 
 
-def kept_modules(state: Any) -> Modules | None:
-    """Returns a state's modules, with the buffers and modes of now to put back later; None: no PyTorch."""
+def capture_modules(state: Any) -> Modules | None:
+    """Returns the state's modules, with copies of their buffers and modes; None: PyTorch is not imported."""
     if pytorch() is None:
         return None
     from taskgraph.elastic_jobs.modules import Modules
@@ -66,7 +66,7 @@ class RoundOfParts:
     Args:
         state: what `run.state` got.
         zeros: `unused="zero"` of `run.steps`.
-        allocate: gives memory for large sums.
+        allocate: returns memory for large sums.
     """
 
     def __init__(self, round_id: RoundId, state: Any, zeros: bool, allocate: Allocate) -> None:
@@ -99,7 +99,7 @@ class RoundOfParts:
                 f"{where} ended without part.add(...), part.backward(...) or part.collect(...): give what it "
                 f"contributes, or call part.add() if that is nothing"
             )
-        if (left := part.pushes.left) is not None:
+        if (left := part.pushes.table_with_gradient) is not None:
             raise StepError(f"{where} left a gradient of table {left!r}: call part.backward(loss), not loss.backward()")
         changes = {} if self._modules is None else self._modules.take()
         if packed := part.pushes.packed():
@@ -119,7 +119,7 @@ class RoundOfParts:
                 f"{where} changed the parameter {changed}: parts have to start from the same parameters; call "
                 f"optimizer.step() after `for part in step`"
             )
-        if (left := self.gradients.find_left()) is not None:
+        if (left := self.gradients.find_set_gradient()) is not None:
             raise StepError(
                 f"{where} left a gradient in {left}.grad, which no total gets: call part.backward(loss) in place of "
                 f"loss.backward()"
@@ -143,7 +143,7 @@ class RoundOfParts:
         )
 
     def finish(self, total: Mapping[str, Any], parts: int) -> None:
-        """Puts gradients and buffers of the total where user code expects them."""
+        """Puts the total's gradients into `p.grad`, and adds its changes to the buffers of modules."""
         for kind in KINDS.values():
             if kind in total:
                 assert self.gradients is not None
@@ -256,7 +256,7 @@ class Part:
         if loss.numel() != 1:
             raise StepError(f"part.backward takes the mean over the part, not a loss of shape {tuple(loss.shape)}")
         counted = self._checked_weight(weight, reduce)
-        if (left := gradients.find_left()) is not None:
+        if (left := gradients.find_set_gradient()) is not None:
             raise StepError(f"{left}.grad is set before part.backward(loss), which calls loss.backward() itself")
         loss.backward(inputs=inputs if inputs is None or hasattr(inputs, "backward") else list(inputs))
         taken = gradients.take()
@@ -339,7 +339,7 @@ def title(path: tuple[str, ...]) -> str:
 
 
 def check_alike(total: Sums) -> None:
-    """Raises StepError if parts of different workers contributed other names, shapes or dtypes."""
+    """Raises StepError if parts of different workers contributed unlike names, shapes or dtypes."""
     if total.is_unlike:
         path, first, second = total.layout[1]
         places = total.in_parts_of(first, second)

@@ -86,7 +86,7 @@ def sum_over(
     """Returns the sums of flat arrays over all workers of a group.
 
     Args:
-        zeros: an array for each sum, with its size and dtype.
+        zeros: an array of zeros for each sum, with its size and dtype; they are changed.
         held: this worker's arrays: each item has one for each sum, and all items are added. May be empty.
 
     Raises:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import chain_digest
-from taskgraph.elastic_jobs.differing import error_of_copied, is_checked
+from taskgraph.elastic_jobs.differing import error_of_wrong_call, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.rows import check_same
 from taskgraph.elastic_jobs.seeding import GeneratorTurn, derived_seed, seed_generators
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.usercall import UserCall
     from taskgraph.elastic_jobs.watching import Watch
 
-__all__ = ["PIECE", "SUMMED", "Carried", "RunProgress"]
+__all__ = ["PIECE", "SUMMED", "CarriedState", "RunProgress"]
 
 SUMMED: Final = 1
 BOUNDARY: Final = 3
@@ -37,7 +37,7 @@ PIECE: Final = 4
 """Seeds of code after a round, between two steps, and in a piece: they differ at one position."""
 
 
-class Carried(Protocol):
+class CarriedState(Protocol):
     """What newcomers and checkpoints get beside the user's state."""
 
     def captured(self) -> Any:
@@ -56,14 +56,14 @@ class RunProgress:
     Attributes:
         node: the call of user code, as its node sees it.
         turn: taken while user code runs.
-        position: the number of totals that it has got.
-        tag: a digest of them.
+        position: the number of totals that user code has got.
+        tag: a digest of these totals.
         in_steps: the first step has begun.
         watch: a test that watches user code; None: there is none.
-        early: what `run.once` and `run.map` gave before that, in order.
-        arguments: what `run.steps` got that all workers have to give alike.
+        results_before_steps: the results of each `run.once` and `run.map` before the first step, in order.
+        steps_arguments: the arguments of `run.steps` that all workers have to give alike.
         carried: by name, what travels with the state.
-        copied_members: those of the group (`run.group`) of the worker whose state is copied.
+        copied_group_members: members of the group (`run.group`) on the worker whose state is copied; (): none.
     """
 
     def __init__(self, node: UserCall, turn: GeneratorTurn) -> None:
@@ -73,10 +73,10 @@ class RunProgress:
         self.tag = b""
         self.in_steps = False
         self.watch: Watch | None = None
-        self.early: list[Any] = []
-        self.arguments: dict[str, int] = {}
-        self.carried: dict[str, Carried] = {}
-        self.copied_members: tuple[str, ...] = ()
+        self.results_before_steps: list[Any] = []
+        self.steps_arguments: dict[str, int] = {}
+        self.carried: dict[str, CarriedState] = {}
+        self.copied_group_members: tuple[str, ...] = ()
         self._begun = False
         self._copied: tuple[int, int, bytes, dict[str, Any]] | None = None  # step, position, tag, what was captured
         self._inside = ""  # the call whose function is at work, or was left by an exception
@@ -98,7 +98,7 @@ class RunProgress:
         if self._copied is None:
             return None
         step, self.position, self.tag, content = self._copied
-        check_same(self.arguments, content["arguments"])
+        check_same(self.steps_arguments, content["arguments"])
         load(state, content["state"])
         here, there = sorted(self.carried), sorted(content["carried"])
         if here != there:
@@ -117,14 +117,14 @@ class RunProgress:
             return
         self._begun = True
         mark = self.node.trace.begin(of_step=False)
-        with self.turn.passed():
+        with self.turn.released():
             copied = self.node.first_state()
         self.node.trace.keep(mark, "loop", "waits for the state to begin with")
         if copied is not None:
             pytorch()
             content = decode(copied.value)
             self._known = list(content["early"])
-            self.copied_members = tuple(content["members"])
+            self.copied_group_members = tuple(content["members"])
             self._copied = copied.step, copied.position, copied.tag, content
 
     def ask(
@@ -145,7 +145,7 @@ class RunProgress:
                 f"the function of {self._inside} called the run, or raised an exception that was caught outside: other "
                 f"workers know of neither\ncatch it in that function, and return what happened"
             )
-        with self.turn.passed():
+        with self.turn.released():
             tag = self.tag + call.encode() + detail
             answer = self.node.ask(self.position, parts, tag, call, done, repeatable=repeatable)
         if isinstance(answer, Sums):
@@ -154,16 +154,16 @@ class RunProgress:
 
     @contextmanager
     def running_user_function(self, call: str) -> Iterator[None]:
-        """Within it `ask` raises StepError, since a function of user code runs on this worker only; also after an
-        exception has left it.
+        """Within this block `ask` raises StepError, since a function of user code runs on this worker only; also later,
+        if an exception has left the block.
         """
         self._inside = call
         yield
         self._inside = ""
 
     def wait(self, future: Future[None]) -> None:
-        """Waits for a future of `hand`, without the turn: other workers of this process run user code meanwhile."""
-        with self.turn.passed():
+        """Waits for a future, without the turn: other workers of this process run user code meanwhile."""
+        with self.turn.released():
             self.node.block(future)
 
     def end(self) -> None:
@@ -183,24 +183,31 @@ class RunProgress:
         while isinstance(answer := self.ask(1, "the end of the function", done), int):
             done = answer, Sums.of({})
 
-    def boundary(self, number: int, state: Any, members: Sequence[str] = ()) -> None:
-        """Called before each step or turn: gives the state to those that wait for it, and seeds the generators.
+    def cross_boundary(self, number: int, state: Any, group_members: Sequence[str] = ()) -> None:
+        """Called before each step or turn of a group: gives the state to nodes that wait for it, seeds the generators.
 
         Args:
-            number: of the step.
+            number: of the step or turn.
             state: what `run.state` got.
-            members: see `copied_members`.
+            group_members: see `copied_group_members`.
         """
         check_names(state)
         if self.watch is not None or self.node.state_wanted or is_checked(number):
             refuse_shared_memory(leaves(state))
         self.node.trace.begin_step(number)
         if self.watch is not None:
-            self.watch.boundary(number, state)
+            self.watch.at_boundary(number, state)
         if self.node.state_wanted:
             mark = self.node.trace.begin()
             carried = {name: each.captured() for name, each in self.carried.items()}
-            copy = capture(state, self.early, self.arguments, carried, self.node.room().allocate, members)
+            copy = capture(
+                state,
+                self.results_before_steps,
+                self.steps_arguments,
+                carried,
+                self.node.take_prepared_memory().allocate,
+                group_members,
+            )
             self.node.trace.keep(mark, "loop", "copies the state", size_bytes=copy.size_bytes)
             self.node.give_state(number, self.position, self.tag, copy)
         self.seed(BOUNDARY)
@@ -213,7 +220,7 @@ class RunProgress:
         return found
 
     def seed(self, what: int) -> None:
-        """Seeds the generators from the job's seed, the position and `what`: alike on all workers."""
+        """Seeds the generators from the job's seed, the position and `what` (`SUMMED`, ...): alike on all workers."""
         seed_generators(derived_seed(self.node.spec.seed, self.position, what))
 
     def compute_pieces(
@@ -243,15 +250,15 @@ class RunProgress:
                     f"{call} before the first step has {len(pieces)} pieces, and {len(known)} on the worker whose "
                     f"state is copied: call it alike on all workers"
                 )
-            self.early.append(known)
-            return list(writable(self.early[-1]))
+            self.results_before_steps.append(known)
+            return list(writable(self.results_before_steps[-1]))
         what = call if call == "run.once" else f"{call} of {len(pieces)} pieces"
         whole, trace = self.node.trace.begin(), self.node.trace
         done: tuple[int, Sums] | None = None
         while isinstance(answer := self.ask(len(pieces), what, done), int):
             seed_generators(derived_seed(self.node.spec.seed, self.position, PIECE, answer))
             if self.watch is not None:
-                self.watch.piece()
+                self.watch.before_piece()
             mark = trace.begin()
             with self.running_user_function(call):
                 value = encode([function(pieces[answer])], what=f"the result of {call}")
@@ -259,13 +266,13 @@ class RunProgress:
                 modules.put_back()
             trace.keep(mark, "loop", f"piece {answer} of {call}")
             if self.watch is not None:
-                value = self.watch.result(call, self.position, answer, value)
+                value = self.watch.after_piece(call, self.position, answer, value)
             done = answer, Sums.of({}, {answer: value})
         trace.keep(whole, "loop", call)
         if answer.layout != Sums.of({}).layout or len(answer.collected) != len(pieces):
-            raise error_of_copied(self.node.name, what)
+            raise error_of_wrong_call(self.node.name, what)
         results = [decode(value)[0] for value in answer.collected.values()]
         if not self.in_steps:
-            self.early.append(results)
+            self.results_before_steps.append(results)
         self.seed(SUMMED)
         return list(writable(results))  # a copy: user code may change it, and a newcomer gets what it was

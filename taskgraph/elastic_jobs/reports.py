@@ -13,7 +13,7 @@ class StableReports:
     """The reports of the steps of a run, in order.
 
     Args:
-        counts: called with a step and all its numbers once some count.
+        counts: called each time that numbers of a step begin to count, with all that count of this step so far.
     """
 
     def __init__(self, counts: Callable[[int, dict[str, float]], None]) -> None:
@@ -41,7 +41,7 @@ class StableReports:
         return tuple(self._log.packed())
 
     def continue_from(self, packed: Iterable[bytes], step: int) -> None:
-        """Replaces all reports by those of the steps before `step`, this worker's first; ignores later ones."""
+        """Replaces all reports by those in `packed` of steps before `step`, with which this worker begins."""
         self._log = ReportLog.unpack(list(packed))
         self._log.cut(step)
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""What user code gets. All of it is used in the thread of user code."""
+"""`Run`: what user code gets. All of it is used in the thread of user code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from taskgraph.elastic_jobs.data import data_of, loader_arguments
-from taskgraph.elastic_jobs.dealing import Gifts
-from taskgraph.elastic_jobs.feeds import Feed, Numbered
+from taskgraph.elastic_jobs.dealing import PieceEffects
+from taskgraph.elastic_jobs.feeds import Feed, NumberedFeed
 from taskgraph.elastic_jobs.groups import Group, GroupTurns
-from taskgraph.elastic_jobs.lanes import LaneOptions, SourceLanes, packed_pieces, unpacked_pieces
-from taskgraph.elastic_jobs.parts import Part, kept_modules
+from taskgraph.elastic_jobs.lanes import LaneOptions, SourceLanes, pack_pieces, unpack_pieces
+from taskgraph.elastic_jobs.parts import Part, capture_modules
 from taskgraph.elastic_jobs.progress import RunProgress
 from taskgraph.elastic_jobs.rows import Rows
 from taskgraph.elastic_jobs.seeding import GeneratorTurn
@@ -43,22 +43,22 @@ class Run:
     Attributes:
         progress: where user code is.
         named: what `run.state` named: a `State`, an instance of a dataclass, or None.
-        gifts: what counts with the pieces of `run.shards`, beside user code's own: what is pushed to tables.
-        tables: those that `run.table` made.
+        effects: effects of user code that count with the pieces of `run.shards`: what it pushes to tables.
+        tables: the tables that `run.table` made.
     """
 
     def __init__(self, node: UserCall) -> None:
         self.progress = RunProgress(node, GeneratorTurn())
         self.named: Any = None
         self.tables = Tables()
-        self.gifts: Gifts | None = self.tables
+        self.effects: PieceEffects | None = self.tables
         self._shards: Shards[Any] | None = None
         self._steps: Steps | None = None
         self._turns: GroupTurns | None = None
 
     @property
     def worker(self) -> str:
-        """The name of this worker, never used again."""
+        """The name of this worker, which no other worker ever gets."""
         return self.progress.node.name
 
     @property
@@ -107,7 +107,7 @@ class Run:
         """Begins a turn of a loop that has no steps and parts. Returns the workers that it works with.
 
         Call it at the top of each turn, in place of `run.steps`: newcomers and checkpoints get the state here. The
-        members change only after an operation has raised `ViewChanged`.
+        group's members change only after an operation has raised `ViewChanged`.
 
         Raises:
             StepError: the job has called `run.steps`.
@@ -170,10 +170,10 @@ class Run:
             raise StepError(f"{call} in the part loop: call it before or after `for part in step`")
         if self._shards is not None and self._shards.number >= 0:
             raise StepError(f"{call} in the loop over run.shards: call it before or after that")
-        return self.progress.compute_pieces(call, function, pieces, kept_modules(self.named))
+        return self.progress.compute_pieces(call, function, pieces, capture_modules(self.named))
 
     def check_part_loop_ended(self) -> None:
-        """Raises StepError if user code has left a part loop early."""
+        """Raises StepError if user code has left a loop over parts or pieces early."""
         if self._steps is not None:
             self._steps.check_part_loop_ended()
         if self._shards is not None:
@@ -309,14 +309,14 @@ class Run:
                 rows = found.rows
             if rows is None or batch is None:
                 raise StepError("run.steps(...) needs rows=... and batch=..., or a DataLoader, or data with batch=...")
-            feed = Numbered(Rows(rows, batch, parts, passes, seed, shuffle, drop_last), found)
+            feed = NumberedFeed(Rows(rows, batch, parts, passes, seed, shuffle, drop_last), found)
         self._steps = Steps(self, feed, StepOptions(unused == "zero", nonfinite))
         return self._steps
 
     def _pieces_of(self, call: str, source: Source) -> list[Any]:
         """Returns the pieces of a source: one worker finds them, and all get them."""
-        (packed,) = self._compute_pieces(call, lambda _: packed_pieces(source), [None])
-        return unpacked_pieces(packed)
+        (packed,) = self._compute_pieces(call, lambda _: pack_pieces(source), [None])
+        return unpack_pieces(packed)
 
     def _lanes(self, source: Source, options: LaneOptions) -> SourceLanes:
         """Makes the lanes of a source, which travel with the state."""

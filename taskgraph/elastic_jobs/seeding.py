@@ -39,7 +39,7 @@ class GeneratorTurn:
                 _this_thread.has_turn = False
 
     @contextlib.contextmanager
-    def passed(self) -> Iterator[None]:
+    def released(self) -> Iterator[None]:
         """Releases the turn during the block, which waits for other workers; then waits for the turn again."""
         self._lock.release()
         try:

@@ -92,7 +92,7 @@ class WorkerServing:
         return Refusal(Reason.CLOSING, "")
 
     def _totals_for(self, newcomer: str, message: FollowTotals) -> Reply:
-        """Returns totals for a newcomer, and keeps those from its position on for it, if they are still there."""
+        """Returns totals, if asked to send some. Keeps later ones for the newcomer, unless it lacks a dropped one."""
         engine = self._node.engine
         first, totals = engine.totals.page(message.position)
         if first <= message.position:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.driver.loading import note_piece
-from taskgraph.elastic_jobs.dealing import Dealing, Gifts
-from taskgraph.elastic_jobs.hand import FinishedPiece
+from taskgraph.elastic_jobs.dealing import Dealing, PieceEffects
+from taskgraph.elastic_jobs.piece_queue import FinishedPiece
 from taskgraph.elastic_jobs.progress import PIECE, SUMMED, RunProgress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import capture, check_parameters
@@ -36,17 +36,17 @@ def _keep_nothing() -> None:
     """Does nothing: results are not kept."""
 
 
-class RunOfShards(Protocol):
-    """The interface of `run.Run`, for its shards."""
+class RunForShards(Protocol):
+    """What `Pieces` and `Shards` use of `run.Run`."""
 
     progress: RunProgress
     named: Any
-    gifts: Gifts | None
+    effects: PieceEffects | None
     tables: Tables
 
 
 class Pieces:
-    """The pieces of a loop, as one worker gets them.
+    """The pieces of `run.shards` or of a map, as one worker's user code gets them.
 
     Args:
         ledger: all pieces, if this worker begins with no copied state.
@@ -60,7 +60,7 @@ class Pieces:
 
     def __init__(
         self,
-        run: RunOfShards,
+        run: RunForShards,
         ledger: QueueLedger,
         what: str,
         numbers: Sequence[int] | NDArray[np.int64] | None = None,
@@ -71,60 +71,60 @@ class Pieces:
         self.at_work: Ticket | None = None
         progress, named = run.progress, run.named
         check_parameters(named)
-        self._dealing = Dealing(progress, Tally(ledger), what, run.gifts, keep)
+        self._dealing = Dealing(progress, Tally(ledger), what, run.effects, keep)
         progress.carried["shards"] = self._dealing
         number = progress.begin(named)
         if number is not None and progress.watch is not None:
-            progress.watch.copied(number)
+            progress.watch.on_copied_state(number)
         kept = capture(named, (), {}, {}, progress.node.allocate)
         self._dealing.begin(decode(kept)["state"])
 
     def next(self) -> Ticket | None:
-        """Waits for the next piece. None: all pieces are done.
+        """Waits for the next piece, which is at work then. None: all pieces are done, or set aside.
 
         Raises:
-            PieceFailed: a piece failed for good.
+            PieceFailed: a piece raised too often, and that fails the job.
         """
         progress = self.run.progress
         try:
-            self.at_work = ticket = self._dealing.hand.next()
+            self.at_work = ticket = self._dealing.queue.next()
         except Failure as failure:
             raise self._piece_failed(failure) from None
         if ticket is None:
             progress.seed(SUMMED)
             return None
         if progress.watch is not None:
-            progress.watch.shard("part", self._dealing.tally.ledger.done)
+            progress.watch.at_shard_stage("part", self._dealing.tally.ledger.done)
         note_piece(True)
         number = int(self._numbers[ticket.piece])
         seed_generators(derived_seed(progress.node.spec.seed, PIECE, ticket.pass_number, number))
         return ticket
 
     def _piece_failed(self, failure: Failure) -> PieceFailed:
-        """Returns the error for a piece that failed for good."""
+        """Returns the error for a piece that raised too often, and so fails the job."""
         number = int(self._numbers[failure.piece])
         text = f"piece {number} raised on {failure.worker}, as often as its attempts allow"
         return PieceFailed(text, piece=number, node=failure.worker, traceback=failure.text)
 
     def finish(self, rows: int = 0) -> None:
-        """Ends the piece at work, which is done."""
+        """Ends the piece at work, which is done; `rows`: how many it had."""
         self._finish(rows, None)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the piece at work, in which user code has raised."""
+        """Ends the piece at work, in which user code has raised this error."""
         self._finish(0, error)
 
     def _finish(self, rows: int, error: BaseException | None) -> None:
-        """Hands the piece at work to the rounds, with what counts with it, or with the traceback of the error."""
-        ticket, watch, gifts = self.at_work, self.run.progress.watch, self.run.gifts
+        """Ends the piece at work for the rounds, with its effects, or with the traceback of the error."""
+        ticket, watch, effects = self.at_work, self.run.progress.watch, self.run.effects
         assert ticket is not None
         self.at_work = None
         note_piece(False)
-        gift = None if gifts is None else gifts.take(ticket, counts=error is None)
+        done = None if effects is None else effects.take(ticket, counts=error is None)
         text = "" if error is None else UserCodeError("", error).traceback_text
-        self._dealing.hand.finish(FinishedPiece(ticket, rows, gift, text))
+        self._dealing.queue.finish(FinishedPiece(ticket, rows, done, text))
         if watch is not None:
-            watch.shard("sums", self._dealing.tally.ledger.done)
+            watch.at_shard_stage("sums", self._dealing.tally.ledger.done)
 
     @property
     def tally(self) -> Tally:
@@ -138,7 +138,9 @@ class Shards(Generic[R]):
     Leave the loop only by its end: the other workers go on to it.
     """
 
-    def __init__(self, run: RunOfShards, source: Source, pieces: Sequence[Any], ledger: QueueLedger, what: str) -> None:
+    def __init__(
+        self, run: RunForShards, source: Source, pieces: Sequence[Any], ledger: QueueLedger, what: str
+    ) -> None:
         self._run = run
         self._source = source
         self._given = (ledger, what)
@@ -178,7 +180,7 @@ class Shards(Generic[R]):
             pieces.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """The loop body gives up on this piece: it is dealt again, or set aside, or fails the job.
+        """Gives up on the piece at work: it is dealt again, or set aside, or fails the job.
 
         Call it in the body, in an `except`, and then `continue`.
         """
@@ -188,7 +190,7 @@ class Shards(Generic[R]):
 
     @property
     def number(self) -> int:
-        """The number of the piece at work; -1: none is."""
+        """The number of the piece at work; -1: no piece is at work."""
         ticket = None if self._pieces is None else self._pieces.at_work
         return -1 if ticket is None else ticket.piece
 

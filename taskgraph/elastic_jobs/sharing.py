@@ -51,19 +51,19 @@ def refuse_shared_memory(leaves: Iterable[tuple[str, Any]]) -> None:
         return
     for path, each in objects:
         found += _arrays(path, each.state_dict(), plain=False)
-    pairs = [(other, one) if other.plain else (one, other) for one, other in _pairs(found)]
+    pairs = [(other, one) if other.plain else (one, other) for one, other in _sharing_pairs(found)]
     if pairs:
         raise _sharing_error(*min(pairs, key=lambda pair: (pair[0].path, pair[1].path)))
 
 
-def _pairs(found: list[_Array]) -> Iterator[tuple[_Array, _Array]]:
+def _sharing_pairs(found: list[_Array]) -> Iterator[tuple[_Array, _Array]]:
     """Yields pairs with different names that share memory; one of each pair is plain."""
     found = sorted(found, key=lambda array: array[:3])
     for at, one in enumerate(found):
         for other in found[at + 1 :]:
             if other.device != one.device or other.begin >= one.end:
                 break
-            if one.name != other.name and (one.plain or other.plain) and _share(one.value, other.value):
+            if one.name != other.name and (one.plain or other.plain) and _share_memory(one.value, other.value):
                 yield one, other
 
 
@@ -95,7 +95,7 @@ def _arrays(path: str, value: Any, *, plain: bool) -> Iterator[_Array]:
         yield _Array(str(value.device), begin, begin + items * value.element_size(), path, value, plain)
 
 
-def _share(one: Any, other: Any) -> bool:
+def _share_memory(one: Any, other: Any) -> bool:
     """True if two arrays whose ranges of memory overlap have an element in common; for tensors always True."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.shares_memory(one, other)

@@ -62,7 +62,7 @@ class Silence:
                 self._changed()
 
     async def _ask(self, worker: str) -> None:
-        """Probes one worker, and tells the detector if it answers."""
+        """Probes one worker, and notes an answer in the detector."""
         try:
             peer = self._node.router.peer(worker)
             if peer is not None:

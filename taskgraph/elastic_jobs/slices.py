@@ -49,7 +49,7 @@ class Slices:
 
     Args:
         send: sends a message of a view to all its other workers.
-        changed: called when a slice was added up meanwhile.
+        changed: called when a thread has added up this worker's slice.
     """
 
     def __init__(self, node: NodeCore, send: Callable[[int, SliceSum], None], changed: Callable[[], None]) -> None:
@@ -65,8 +65,8 @@ class Slices:
 
         Args:
             own: what this worker contributed.
-            received: its slices of what all others did.
-            whole: layout of the total, and what was collected.
+            received: this worker's slices of what all others contributed.
+            whole: a sum without arrays: the layout of the total, and what was collected.
         """
         self._at, self._whole = at, whole
         if self._node.id not in at.owners:

@@ -136,19 +136,20 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def capture(
     state: Any,
-    early: Sequence[Any],
-    arguments: Mapping[str, int],
+    before_steps: Sequence[Any],
+    steps_arguments: Mapping[str, int],
     carried: Mapping[str, Any],
     allocate: Allocate,
-    members: Sequence[str] = (),
+    group_members: Sequence[str] = (),
 ) -> Encoded:
-    """Encodes the state, what was computed before the first step, the arguments of `run.steps`, what travels with the
-    state, and a group's members.
-
-    Later changes do not reach it.
+    """Encodes all that newcomers and checkpoints get: the state and what travels with it, as they are now.
 
     Args:
-        allocate: gives memory for large arrays: other processes of the host read them there.
+        before_steps: the results of `run.once` and `run.map` before the first step.
+        steps_arguments: the arguments of `run.steps`.
+        carried: name -> a value that a `CarriedState` captured.
+        allocate: returns memory for large arrays: other processes of the host read them there.
+        group_members: the members of the group of `run.group`, by name.
 
     Raises:
         ValueNotEncodable: a part of it cannot travel; the message says which.
@@ -157,10 +158,10 @@ def capture(
     content = {name: _captured(value) for name, value in _items(state).items()}
     whole = {
         "state": content,
-        "early": list(early),
-        "arguments": dict(arguments),
+        "early": list(before_steps),
+        "arguments": dict(steps_arguments),
         "carried": dict(carried),
-        "members": list(members),
+        "members": list(group_members),
     }
     return encode(whole, what="run.state", allocate=allocate)
 
@@ -221,7 +222,7 @@ def _digest(value: Any, path: str) -> bytes:
 
 
 def load(state: Any, loaded: Mapping[str, Any]) -> None:
-    """Loads a captured state.
+    """Loads a captured state into `state`, in place where the module says so.
 
     Raises:
         StateError: the state has other names, or objects of other kinds or shapes, than the captured one.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.elastic_jobs.differing import digests_of_arguments, error_of_copied, is_checked
+from taskgraph.elastic_jobs.differing import digests_of_arguments, error_of_wrong_call, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.parts import CARRIED, KINDS, PUSHED, Part, RoundId, RoundOfParts, check_alike, title
 from taskgraph.elastic_jobs.progress import SUMMED, RunProgress
@@ -39,7 +39,7 @@ UNCHANGED: Final = (
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What `run.steps` got, beside the rows.
+    """Arguments of `run.steps` that do not decide which rows a step has.
 
     Attributes:
         zeros: a gradient that only some parts have counts as 0 in the others.
@@ -50,8 +50,8 @@ class StepOptions:
     nonfinite: str = "event"
 
 
-class RunOfSteps(Protocol):
-    """The interface of `run.Run`, for its steps."""
+class RunForSteps(Protocol):
+    """What `Steps` uses of `run.Run`."""
 
     progress: RunProgress
     named: Any
@@ -61,7 +61,7 @@ class RunOfSteps(Protocol):
 class Steps:
     """The steps of a run, in order."""
 
-    def __init__(self, run: RunOfSteps, feed: Feed, options: StepOptions) -> None:
+    def __init__(self, run: RunForSteps, feed: Feed, options: StepOptions) -> None:
         self.run = run
         self.options = options
         self.feed = feed
@@ -71,7 +71,7 @@ class Steps:
 
     @property
     def per_pass(self) -> int:
-        """The number of steps of a pass. Raises StepError with a source, of which it is not known."""
+        """The number of steps of a pass. Raises StepError if the run reads a source: then it is not known."""
         return self.feed.per_pass
 
     def __len__(self) -> int:
@@ -82,14 +82,14 @@ class Steps:
         if progress.in_steps:
             raise StepError("the steps of a run are taken once: tell phases by step.number, and passes by passes=...")
         check_parameters(state)
-        progress.arguments = self.feed.arguments
+        progress.steps_arguments = self.feed.arguments
         number, watch, trace, copied = 0, progress.watch, progress.node.trace, progress.begin(state)
         if copied is not None:
             number = copied
             if watch is not None:
-                watch.copied(number)
-        while self.feed.has(number):
-            progress.boundary(number, state)
+                watch.on_copied_state(number)
+        while self.feed.has_step(number):
+            progress.cross_boundary(number, state)
             self._step = Step(self, number)
             if is_checked(number) and not progress.node.is_behind(progress.position):
                 mark = trace.begin()
@@ -109,7 +109,7 @@ class Steps:
             )
         trace.end_step()
         if watch is not None:
-            watch.last_boundary(number, state)
+            watch.at_last_boundary(number, state)
 
     def _emit_unchanged(self, number: int, found: dict[str, bytes]) -> None:
         """Emits an event, on the most senior worker, if the first steps left the state as it was."""
@@ -202,8 +202,8 @@ class Step:
                     trial.begin()
                     tables.pushes = trial.pushes
                     yield trial
-                    watch.tried(trial, current.close(trial))
-                watch.part(round_id, part)
+                    watch.after_trial(trial, current.close(trial))
+                watch.before_part(round_id, part)
             mark = trace.begin()
             part.begin()
             tables.pushes = part.pushes
@@ -214,13 +214,13 @@ class Step:
             done = answer, current.close(part)
             trace.keep(mark, "part", f"takes what part {answer} gave")
             if watch is not None:
-                watch.computed(round_id, part, done[1])
+                watch.after_part(round_id, part, done[1])
         if watch is not None:
-            watch.total(round_id, rows.parts)
+            watch.at_total(round_id, rows.parts)
         mark = trace.begin()
         check_alike(answer)
         if "add" not in answer.layout[1]:  # what parts contribute has it always
-            raise error_of_copied(progress.node.name, call)
+            raise error_of_wrong_call(progress.node.name, call)
         total = answer.tree(KINDS.values(), progress.node.allocate)
         self._check_finite(answer, total)
         current.finish(total, rows.parts)
@@ -246,7 +246,7 @@ class Step:
         self._steps.run.progress.node.note_digests(self.number, found)
 
     def end(self) -> None:
-        """Ends the step, when user code asks for the next one."""
+        """Ends the step when user code asks for the next one: checks that its part loop has ended; clears gradients."""
         self.check_part_loop_ended()
         self._end_code_span()
         self._rows.end()
@@ -323,7 +323,7 @@ class Step:
         )
 
     def _total_for(self, what: str) -> dict[str, Any]:
-        """Returns the last total. Raises StepError, for the call `what`, if there is none yet."""
+        """Returns the total of the last round. Raises StepError, for the call `what`, if there is none yet."""
         self.check_part_loop_ended()
         if self._total is None:
             raise StepError(f"{what} is there after `for part in step`")
@@ -335,7 +335,7 @@ class Step:
         progress = self._steps.run.progress
         given = plain_numbers(numbers, lambda: f"step {self.number}")
         if progress.watch is not None:
-            progress.watch.report(progress.position, self.number, given)
+            progress.watch.on_report(progress.position, self.number, given)
         progress.node.report(progress.position, self.number, given)
 
 

@@ -59,7 +59,7 @@ class Pushes:
         return [(*of, *_summed(pushes)) for of, pushes in sorted(self._kept.items())]
 
     def take_embedded(self, weight: float, *, mean: bool) -> bool:
-        """Adds weight * gradient of the embedded rows that have one as pushes. Returns False if none has."""
+        """Pushes weight * gradient of embedded rows that have a gradient, and clears it. Returns False if none has."""
         having = [(name, ids, rows) for name, ids, rows in self.embedded if rows.grad is not None]
         for name, ids, rows in having:
             gradient, rows.grad = rows.grad, None
@@ -68,8 +68,8 @@ class Pushes:
         return bool(having)
 
     @property
-    def left(self) -> str | None:
-        """The table of embedded rows that still have a gradient; None: there are none."""
+    def table_with_gradient(self) -> str | None:
+        """The name of a table with embedded rows that still have a gradient; None: there is none."""
         return next((name for name, _, rows in self.embedded if rows.grad is not None), None)
 
 
@@ -82,11 +82,11 @@ def _summed(pushes: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
 class Tables:
     """All tables of a run.
 
-    They are the `Gifts` of `run.shards`, too: pushes count with their piece.
+    They are the `PieceEffects` of `run.shards`, too: pushes count with their piece.
 
     Attributes:
-        pushes: of the part or piece at work; None: nothing may be pushed.
-        in_parts: user code takes parts.
+        pushes: the pushes of the part or piece at work; None: user code may not push now.
+        in_parts: user code is in the part loop.
     """
 
     def __init__(self) -> None:
@@ -116,17 +116,17 @@ class Tables:
         return min((table.options.staleness for table in self if table.options.staleness), default=0)
 
     def take(self, ticket: Ticket, *, counts: bool) -> Packed | None:
-        """Ends the pushes of a piece. Returns what it pushed; None: nothing, or the piece does not count."""
+        """Ends a piece. Returns its pushes, packed; None: it pushed nothing, or user code raised in it."""
         pushes, self.pushes = self.pushes, None
         if pushes is None or not counts:
             return None
         pushes.take_embedded(1.0, mean=False)
         return pushes.packed() or None
 
-    def apply_gift(self, ticket: Ticket, gift: Packed | None) -> None:
-        """Changes the rows that a piece pushed to, which counts now."""
-        if gift is not None:
-            self.apply([gift])
+    def apply_effects(self, ticket: Ticket, effects: Packed | None) -> None:
+        """Changes the rows to which a piece that counts now has pushed."""
+        if effects is not None:
+            self.apply([effects])
 
     def apply(self, pushed: Sequence[Packed], weight: float = 0.0) -> None:
         """Changes the rows that parts or pieces pushed to: each once, by the sum of its gradients.
@@ -212,10 +212,10 @@ class RunTable:
         Raises:
             TableError: `ids` is no such tensor.
         """
-        from taskgraph.elastic_jobs.embedding import embedded
+        from taskgraph.elastic_jobs.embedding import embed_rows
 
         pushes = self._of.pushes
-        found, unique, rows = embedded(self.pull, ids, f"{self._title}.embed", trained=pushes is not None)
+        found, unique, rows = embed_rows(self.pull, ids, f"{self._title}.embed", trained=pushes is not None)
         if pushes is not None and rows is not None:
             pushes.embedded.append((self.name, unique, rows))
         return found

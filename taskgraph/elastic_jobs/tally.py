@@ -20,7 +20,7 @@ from typing import Any
 
 from taskgraph.protocol.dealing import ErrorOutcome, QueueLedger, Ticket
 
-__all__ = ["Failure", "News", "Settled", "Tally", "holder_of", "share_of_round", "worker_of"]
+__all__ = ["Failure", "News", "RoundOutcome", "Tally", "holder_of", "share_of_round", "worker_of"]
 
 
 def share_of_round(bound: int, index: int, workers: int, position: int) -> int:
@@ -72,7 +72,7 @@ class News:
         holder: see the module.
         view: number and holders of the view that the worker has read, if the others may not know it.
         done: tickets of the pieces that it has finished, and the rows that each had.
-        gifts: index in `done` -> a value that counts with the piece.
+        effects: index in `done` -> what `PieceEffects.take` returned for the piece.
         failed: tickets of pieces in which user code raised, and the tracebacks.
         back: tickets of pieces that it gives back.
         wants: how many pieces it wants.
@@ -82,7 +82,7 @@ class News:
     holder: str
     view: tuple[int, tuple[str, ...]] | None = None
     done: list[tuple[Ticket, int]] = field(default_factory=list)
-    gifts: dict[int, Any] = field(default_factory=dict)
+    effects: dict[int, Any] = field(default_factory=dict)
     failed: list[tuple[Ticket, str]] = field(default_factory=list)
     back: list[Ticket] = field(default_factory=list)
     wants: int = 0
@@ -95,8 +95,8 @@ class News:
             found["view"] = (self.view[0], list(self.view[1]))
         if self.done:
             found["done"] = [number for ticket, rows in self.done for number in (*ticket, rows)]
-        if self.gifts:
-            found["gifts"] = self.gifts
+        if self.effects:
+            found["gifts"] = self.effects
         if self.failed:
             found["failed"] = [[*ticket, text] for ticket, text in self.failed]
         if self.back:
@@ -115,7 +115,7 @@ class News:
             holder=value["holder"],
             view=None if view is None else (view[0], tuple(view[1])),
             done=[(Ticket(*done[at : at + 3]), done[at + 3]) for at in range(0, len(done), 4)],
-            gifts=value.get("gifts", {}),
+            effects=value.get("gifts", {}),
             failed=[(Ticket(*given[:3]), given[3]) for given in value.get("failed", ())],
             back=[Ticket(*given) for given in value.get("back", ())],
             wants=value.get("wants", 0),
@@ -124,13 +124,13 @@ class News:
 
 
 @dataclass(slots=True)
-class Settled:
-    """What the contributions to one round led to, alike on all workers.
+class RoundOutcome:
+    """What follows from the contributions to one round, alike on all workers.
 
     Attributes:
         dealt: holder -> the pieces dealt to it.
-        counted: the pieces that count now, in order: holder, ticket, and the value that came with it or None.
-        ended: pieces that need not be computed, with those that `counted` has.
+        counted: the pieces that count now, in order: holder, ticket, and effects or None.
+        ended: pass and number of each piece that need not be computed again: counted or set aside.
         starving: a holder wanted pieces, and got none.
         failed: a piece that fails the job; None: none does.
     """
@@ -147,8 +147,8 @@ class Tally:
 
     Attributes:
         ledger: the pieces.
-        view: number and holders of the newest view that a contribution named.
-        now: seconds of all rounds.
+        view: number and holders of the newest view that a contribution named; -1 and (): none yet.
+        now: the ledger's clock: seconds of all rounds.
     """
 
     def __init__(self, ledger: QueueLedger) -> None:
@@ -161,12 +161,12 @@ class Tally:
         """The number of contributions to the next round: one for each worker of the view, as far as it is known."""
         return max(1, len(self.view[1]))
 
-    def apply(self, news: Sequence[News]) -> Settled:
+    def apply(self, news: Sequence[News]) -> RoundOutcome:
         """Applies the contributions to a round, in an order that is equal on all workers: counts pieces, then deals."""
-        ledger, settled = self.ledger, Settled()
+        ledger, outcome = self.ledger, RoundOutcome()
         self.now += max((each.elapsed_s for each in news), default=0.0)
         for each in news:
-            self._count(each, settled)
+            self._count(each, outcome)
         for each in news:
             ledger.give_back(each.holder, each.back)
         newest = max((each.view for each in news if each.view is not None), default=self.view)
@@ -174,24 +174,24 @@ class Tally:
             for holder in sorted({*ledger.dealt()} - {*newest[1]}):
                 ledger.lose(holder)
             self.view = newest
-        if settled.failed is None:
+        if outcome.failed is None:
             wanting = [each for each in news if each.wants > 0 and each.holder in self.view[1]]
-            settled.dealt = self._deal(wanting)
-            settled.starving = len(settled.dealt) < len(wanting)
-        return settled
+            outcome.dealt = self._deal(wanting)
+            outcome.starving = len(outcome.dealt) < len(wanting)
+        return outcome
 
-    def _count(self, news: News, settled: Settled) -> None:
-        """Counts the finished and failed pieces in one worker's news, and adds what followed to `settled`."""
+    def _count(self, news: News, outcome: RoundOutcome) -> None:
+        """Counts the finished and failed pieces in one worker's news, and adds what followed to `outcome`."""
         for at, (ticket, rows) in enumerate(news.done):
             if self.ledger.count(news.holder, ticket, self.now, rows):
-                settled.counted.append((news.holder, ticket, news.gifts.get(at)))
-                settled.ended.add(ticket[:2])
+                outcome.counted.append((news.holder, ticket, news.effects.get(at)))
+                outcome.ended.add(ticket[:2])
         for ticket, text in news.failed:
             verdict = self.ledger.fail(news.holder, ticket, text)
             if verdict == ErrorOutcome.SET_ASIDE:
-                settled.ended.add(ticket[:2])
-            elif verdict == ErrorOutcome.FAIL_JOB and settled.failed is None:
-                settled.failed = Failure(ticket.piece, worker_of(news.holder), text)
+                outcome.ended.add(ticket[:2])
+            elif verdict == ErrorOutcome.FAIL_JOB and outcome.failed is None:
+                outcome.failed = Failure(ticket.piece, worker_of(news.holder), text)
 
     def _deal(self, wanting: Sequence[News]) -> dict[str, list[Ticket]]:
         """Deals open pieces. If there are fewer than wanted, all get the same share of what they want, one at least."""

@@ -44,7 +44,7 @@ class GroupClosed(Exception):
 
 
 class _Keys:
-    """The keys of a view: what one worker sets, all get."""
+    """The keys by which the processes of a view's group find each other: one worker sets a key, all get it."""
 
     def __init__(self, send: Callable[[str, bytes], None]) -> None:
         self._send = send
@@ -93,7 +93,7 @@ class _Group:
 
     Args:
         number: of the view.
-        rank, size: of this worker, and of the view.
+        rank, size: this worker's place in the view, from 0; the number of the view's workers.
         host: see `process_groups.make_group`.
         send: gives a key to all other workers of the view; called in the thread.
     """
@@ -173,7 +173,7 @@ class GroupSums:
         changed: called when the same workers are to try again, in another view.
 
     Attributes:
-        renewed_in: the number of the view in which an operation failed although all workers live; -1: none.
+        failed_in: the number of the view in which an operation failed although all workers live; -1: none.
     """
 
     def __init__(
@@ -197,10 +197,10 @@ class GroupSums:
         self._group: _Group | None = None
         self._view = -1
         self._failures = 0
-        self.renewed_in = -1
+        self.failed_in = -1
 
-    def follow(self, view: View) -> None:
-        """Closes the group of the view before, and makes the one of this view."""
+    def begin_view(self, view: View) -> None:
+        """Closes the process group of the view before, and makes one of this view, if it has other workers."""
         self.close()
         self._view = view.number
         if len(view.workers) > 1:
@@ -264,11 +264,11 @@ class GroupSums:
             await self._fail(JobError(text))
             return
         self._node.events.emit("regrouped", f"{self._backend} failed ({first_line}): its group is made anew")
-        self.renewed_in = view
+        self.failed_in = view
         self._changed()
 
     def close(self) -> None:
-        """Closes the group."""
+        """Closes the process group, if there is one: sums under way return None."""
         if self._group is not None:
             self._group.close()
         self._group, self._view = None, -1

@@ -51,7 +51,10 @@ class KeptTotals:
         return [self._totals[position].sums() for position in range(first, end)]
 
     def page(self, position: int) -> tuple[int, list[Sums]]:
-        """Returns the first position that is kept, and stable totals from `position` on that fit into a message."""
+        """Returns the first position that is kept, and stable totals from `position` on that fit into a message.
+
+        Returns no totals if the first one is not kept any longer.
+        """
         first, size, page = self.first, 0, list[Sums]()
         for number in range(position, self._core.stable) if position >= first else ():
             size += self._totals[number].nbytes
@@ -80,7 +83,7 @@ class KeptTotals:
         return () if self._core.view is None else self._core.view.workers
 
     def forget(self, user_position: int) -> None:
-        """Drops stable totals that user code has got, but not those that newcomers lack while memory suffices."""
+        """Drops stable totals below `user_position`, but not those that newcomers lack while memory suffices."""
         needed = min(self._core.stable, user_position)
         kept = min([needed, *(first for first, _ in self._keep_from.values())])
         if kept < needed and (late := self._newest_over_limit(kept, needed)) is not None:

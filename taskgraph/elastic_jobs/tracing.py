@@ -85,19 +85,22 @@ class WorkerTrace:
         self._step_began = None
 
     def note_wait(self, what: str) -> None:
-        """Ends the span of user code's wait, and begins one for `what`; "": it does not wait now."""
+        """Ends the span of user code's last wait, and begins one for `what`; "": it does not wait now.
+
+        Does nothing if user code still waits for the same.
+        """
         before, mark = self._waiting
         if what != before:
             self.keep(mark, "wait for", f"waits for {before}")
             self._waiting = what, self.begin() if what else None
 
-    def begin_change(self, number: int) -> None:
-        """Begins the span of a change of the view. If one is open, ends it as given up."""
+    def begin_view_change(self, number: int) -> None:
+        """Begins the span of the change to view `number`. If another one is open, ends that as given up."""
         before, mark = self._changing
         self.keep(mark, "view", f"change to view {before}, given up")
         self._changing, self.view = (number, self.begin(of_step=False)), number
 
-    def end_change(self, workers: str) -> None:
+    def end_view_change(self, workers: str) -> None:
         """Ends the span of the change of the view, as its workers go on."""
         number, mark = self._changing
         self.keep(mark, "view", f"change to view {number}: {workers}")

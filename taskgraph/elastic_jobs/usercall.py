@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from taskgraph.elastic_jobs.adding import FinishedParts, Merging, chain_digest
-from taskgraph.elastic_jobs.engine import Summed
-from taskgraph.elastic_jobs.room import Room
+from taskgraph.elastic_jobs.engine import TotalAndParts
+from taskgraph.elastic_jobs.prepared_memory import PreparedMemory
 from taskgraph.errors import JobError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.sums import Sums
@@ -38,7 +38,7 @@ _HAND_OVER_S: Final = 0.02
 
 
 _Checked = tuple[str, FirstPart]
-"""A newcomer, and its first part."""
+"""A newcomer, and the message about its first part, which this worker computes, too."""
 
 
 _Awaited = asyncio.Future[StateCopy | None]
@@ -57,7 +57,7 @@ class UserCall:
     Attributes:
         state_wanted: another worker, or a checkpoint, waits for the state between two steps.
         value: what the function returned; None: it has not returned.
-        positions: the number of totals that it has got, once it has returned.
+        positions: the number of totals that the function had got when it returned; -1: it has not returned.
     """
 
     def __init__(self, node: WorkerNode, engine: Engine, function: Callable[[UserCall], tuple[Encoded, int]]) -> None:
@@ -76,7 +76,7 @@ class UserCall:
         self._loop = asyncio.get_running_loop()
         self._rounds: asyncio.Task[None] | None = None  # deal pieces while user code computes some
         self._large: tuple[int, ...] = ()  # bytes of each large array of the state
-        self._room: Room | None = None
+        self._prepared: PreparedMemory | None = None
         self._checked: tuple[int, tuple[tuple[str, bytes], ...]] = (-1, ())  # a step, and digests of the state before
         self._asked = (-1, "")  # the position at which user code is, and what it asks for there
         self.state_wanted = False
@@ -162,12 +162,12 @@ class UserCall:
         if done is not None:
             trace.keep(mark, "add", f"adds part {done[0]}")
         if self._dealt and finished is not None:
-            threads.post(self._engine.computed, position, parts, tag, finished)
+            threads.post(self._engine.take_finished_parts, position, parts, tag, finished)
         if not self._dealt:
-            answer: concurrent.futures.Future[list[int] | Summed | _Checked] = concurrent.futures.Future()
+            answer: concurrent.futures.Future[list[int] | TotalAndParts | _Checked] = concurrent.futures.Future()
             threads.post(self._ask_engine, position, parts, tag, answer, finished)
             found = threads.block(answer, None)
-            if isinstance(found, Summed):
+            if isinstance(found, TotalAndParts):
                 mark = trace.begin()
                 total = found.total.sums()
                 self._ahead = position + 1, found.of, found.ahead
@@ -187,7 +187,7 @@ class UserCall:
         return first
 
     def is_behind(self, position: int) -> bool:
-        """True if this worker holds the total of a position that user code has not reached."""
+        """True if user code at this position is behind its worker, which holds the position's total already."""
         return position < self._engine.core.position
 
     def _check_first_part(self, newcomer: str, first: FirstPart, sums: Sums) -> None:
@@ -204,13 +204,13 @@ class UserCall:
         return self._node.threads.block(self._start, None)
 
     def note_large(self, sizes: tuple[int, ...]) -> None:
-        """Keeps the bytes of each large array of the state: `_make_room` allocates as much for the next copy."""
+        """Keeps the bytes of each large array of the state: `_prepare_memory` allocates as much for the next copy."""
         self._large = sizes
 
-    def room(self) -> Room:
-        """Returns the memory that `_make_room` made for a copy of the state; else an empty room."""
-        room, self._room = self._room, None
-        return room or Room(self.allocate)
+    def take_prepared_memory(self) -> PreparedMemory:
+        """Returns what `_prepare_memory` prepared for a copy of the state, once; else memory that is not prepared."""
+        memory, self._prepared = self._prepared, None
+        return memory or PreparedMemory(self.allocate)
 
     def give_state(self, step: int, position: int, tag: bytes, value: Encoded) -> None:
         """Gives a copy of the state to those that wait for one; they get it once the totals before it are stable."""
@@ -226,7 +226,7 @@ class UserCall:
         self._node.threads.post(self._node.events.emit, kind, text)
 
     def wait_for(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Waits until a coroutine has run on the loop; if the node ends before, it raises `Stopped`."""
+        """Waits until a coroutine has run on the loop. Raises `Stopped` if it fails, or the call is stopped before."""
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._node.threads.post(self._run_and_tell, work, done)
         self._node.threads.block(done, None)
@@ -236,16 +236,18 @@ class UserCall:
         return self._loop.time() if self._node.threads.in_step else self._node.threads.clock()
 
     def post(self, function: Callable[[], None]) -> None:
-        """Calls a function on the loop."""
+        """Calls a function on the loop, soon; does not wait for that."""
         self._node.threads.post(function)
 
     def block(self, future: concurrent.futures.Future[None]) -> None:
-        """Waits for a future."""
+        """Waits for a future in user code's thread."""
         self._node.threads.block(future, None)
 
     def take_ahead(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Removes and returns the parts of a position that came with the total before it: the number of all, and these.
-        (0, ()): none came.
+        """Removes and returns the parts of a position that came with the total before it; (0, ()): none came.
+
+        Returns:
+            The number of all parts of the position, and the parts that came.
         """
         (at, of, parts), self._ahead = self._ahead, (-1, 0, ())
         return (of, parts) if at == position else (0, ())
@@ -260,7 +262,7 @@ class UserCall:
         """Starts a coroutine on the loop, beside user code, which must not call `ask` meanwhile.
 
         Args:
-            over: called on the loop with what ended it: `Stopped` if the call ends before.
+            over: called on the loop with the error that ended it; `Stopped`: the call ends; None: it has returned.
         """
         self._node.threads.post(self._begin_rounds, rounds, over)
 
@@ -320,17 +322,17 @@ class UserCall:
         if not self._large:
             self.state_wanted = True
         elif len(self._wanted) == 1:
-            self._node.own(self._make_room(), "make room")
+            self._node.own(self._prepare_memory(), "make room")
         self._engine.heard()
         return await awaited
 
-    async def _make_room(self) -> None:
-        """Makes room for a copy of the state, and then asks user code for the copy."""
-        room = Room(self.allocate)
+    async def _prepare_memory(self) -> None:
+        """Prepares memory for a copy of the state in a thread, and then has user code make the copy."""
+        memory = PreparedMemory(self.allocate)
         try:
-            await self._node.file_threads.run(partial(room.fill, self._large))
+            await self._node.file_threads.run(partial(memory.fill, self._large))
         finally:
-            self._room, self.state_wanted = room, True
+            self._prepared, self.state_wanted = memory, True
             self._engine.heard()
 
     def note_stable(self) -> None:
@@ -350,7 +352,7 @@ class UserCall:
     def _ask_engine(self, position: int, parts: int, tag: bytes, answer: Any, finished: FinishedParts | None) -> None:
         """Gives the engine what user code has finished, then asks it for more; answers `Stopped` if the call ends."""
         if finished is not None:
-            self._engine.computed(position, parts, tag, finished)
+            self._engine.take_finished_parts(position, parts, tag, finished)
         if self._stopped or not self._node.running:
             answer.set_exception(Stopped())
         else:

@@ -26,7 +26,10 @@ class ValueComparison:
         self._compared = False
 
     async def compare(self, value: Encoded) -> None:
-        """Asks the other workers for their values' digests, and emits `values differ` if one is unlike `value`'s."""
+        """Asks the other workers for their values' digests, and emits `values differ` if one is unlike `value`'s.
+
+        A worker that does not answer in time is not compared. A second call does nothing.
+        """
         known = self._node.keeper.view.workers
         if self._compared or known is None:
             return

@@ -32,19 +32,19 @@ class ViewChanger:
     """Follows the views for one worker, and changes them: proposes the next one, or begins a lineage alone.
 
     Args:
-        again: returns the number of the view whose process group failed, so that a new one is due; -1: none.
+        group_failed_in: returns the number of the view whose process group failed, so that a new one is due; -1: none.
 
     Attributes:
         wake: set it when something has changed that the next view may depend on.
     """
 
     def __init__(
-        self, node: WorkerNode, differences: Differences, checkpoints: Checkpoints, again: Callable[[], int]
+        self, node: WorkerNode, differences: Differences, checkpoints: Checkpoints, group_failed_in: Callable[[], int]
     ) -> None:
         self._node = node
         self._differences = differences
         self._checkpoints = checkpoints
-        self._again = again
+        self._group_failed_in = group_failed_in
         self._joining: asyncio.Task[None] | None = None
         self._outside_since = -1  # the number of the view that excluded this worker
         self.wake = asyncio.Event()
@@ -127,7 +127,7 @@ class ViewChanger:
     # -- the next view ----------------------------------------------------------------------------
 
     def _proposal(self) -> View | None:
-        """Returns the view that this worker proposes now; None: none."""
+        """Returns the view that this worker is to propose now; None: it proposes none."""
         node, job = self._node, self._node.keeper.view
         if job.workers is None:
             waits = node.now() < node.started_at + node.settings.start_wait_s
@@ -135,7 +135,9 @@ class ViewChanger:
             return first_view(job, node.id, run=node.spec.run, fewest=max(node.job.min_nodes, expected))
         missed, outvoted = node.suspects | node.engine.behind, self._differences.outvoted
         core = node.engine.core
-        return next_view(job, node.id, core, gone=node.gone, suspects=missed, outvoted=outvoted, again=self._again())
+        return next_view(
+            job, node.id, core, gone=node.gone, suspects=missed, outvoted=outvoted, again=self._group_failed_in()
+        )
 
     async def _propose(self, view: View) -> None:
         """Writes a view to etcd, and waits until this node has read it. If another one came first, only pauses."""
@@ -160,7 +162,7 @@ class ViewChanger:
         self._node.events.emit("began", f"{began}: {counted(len(view.workers), 'worker')}: {names}")
 
     def _emit_losses(self, before: Iterable[str], view: View) -> None:
-        """Emits which workers this node excluded, unless their death or departure is known."""
+        """Emits `lost` for each worker that the view excludes, unless its death or departure is known."""
         job = self._node.keeper.view
         for worker in before:
             if worker not in view.workers and worker not in job.nodes and worker not in job.gone:
@@ -229,7 +231,7 @@ class ViewChanger:
             f"would again: {deaths_text(died)}. Look at the code of the steps after it; where it is not to blame, a "
             f"larger Settings(fatal_deaths=...) lets more workers try"
         )
-        await node.fail_by(error, Compare(job.keys.workers, job.workers.mod_revision))
+        await node.fail_job(error, Compare(job.keys.workers, job.workers.mod_revision))
 
     async def _fail_without_state(self) -> None:
         """Fails the job: no worker holds the state, and there is no checkpoint."""
@@ -240,4 +242,4 @@ class ViewChanger:
             "of them lives, or give the job a checkpoint (@tg.elastic(checkpoint='file:///...'))"
         )
         no_checkpoint = Compare(job.keys.checkpoint, 0)  # the last worker may have written one just before its end
-        await node.fail_by(error, Compare(job.keys.workers, job.workers.mod_revision), no_checkpoint)
+        await node.fail_job(error, Compare(job.keys.workers, job.workers.mod_revision), no_checkpoint)

@@ -17,42 +17,42 @@ __all__ = ["Watch"]
 class Watch(Protocol):
     """Watches one call of the user's function: each method is called when its event happens, and may raise there."""
 
-    def copied(self, step: int) -> None:
-        """User code begins with a copied state, before this step."""
+    def on_copied_state(self, step: int) -> None:
+        """Called when user code begins with a copied state, before this step."""
 
-    def boundary(self, step: int, state: Any) -> None:
-        """User code is between two steps, or before the first one; it may have to wait here."""
+    def at_boundary(self, step: int, state: Any) -> None:
+        """Called before each step; user code may have to wait here."""
 
-    def last_boundary(self, step: int, state: Any) -> None:
-        """Notes that user code has taken all its steps, `step` of them, without `break`."""
+    def at_last_boundary(self, step: int, state: Any) -> None:
+        """Called when user code has taken all its steps, `step` of them, without `break`."""
 
     def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
-        """Yields parts for user code to compute before this part, which count nowhere."""
+        """Yields parts that user code computes before this part, and whose sums are dropped."""
 
-    def tried(self, part: Part, sums: Sums) -> None:
-        """Takes the sums of a part that `trials` yielded."""
+    def after_trial(self, part: Part, sums: Sums) -> None:
+        """Called with the sums of a part that `trials` yielded."""
 
-    def part(self, round_id: RoundId, part: Part) -> None:
-        """User code is about to compute a part; it may have to wait here."""
+    def before_part(self, round_id: RoundId, part: Part) -> None:
+        """Called before user code computes a part; it may have to wait here."""
 
-    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
-        """User code has computed a part."""
+    def after_part(self, round_id: RoundId, part: Part, sums: Sums) -> None:
+        """Called when user code has computed a part."""
 
-    def total(self, round_id: RoundId, parts: int) -> None:
-        """The total of a round of this many parts is there; user code may have to wait for it here."""
+    def at_total(self, round_id: RoundId, parts: int) -> None:
+        """Called before user code gets the total of a round of this many parts; it may have to wait here."""
 
-    def piece(self) -> None:
-        """User code is about to compute a piece of `run.once` or `run.map`."""
+    def before_piece(self) -> None:
+        """Called before user code computes a piece of `run.once` or `run.map`."""
 
-    def shard(self, stage: str, done: int) -> None:
-        """User code is about to compute a piece of `run.shards` ("part"), or has computed it ("sums").
+    def at_shard_stage(self, stage: str, done: int) -> None:
+        """Called before user code computes a piece of `run.shards` (stage "part"), and after it ("sums").
 
         Args:
             done: how many pieces count, as far as this worker knows.
         """
 
-    def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
-        """User code has computed a piece of `run.once` or `run.map`. Returns what counts as its result."""
+    def after_piece(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+        """Called when user code has computed a piece of `run.once` or `run.map`. Returns what counts as its result."""
 
-    def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
-        """User code reports numbers of a step, after this many totals."""
+    def on_report(self, position: int, step: int, numbers: dict[str, float]) -> None:
+        """Called when user code reports numbers of a step; `position`: the number of totals that it has got."""

@@ -15,7 +15,7 @@ from taskgraph.driver.sources import is_installed
 from taskgraph.errors import JobError
 from taskgraph.sources.reading import is_source
 
-__all__ = ["as_list", "check_function", "find_function", "reference", "register_here"]
+__all__ = ["as_list", "check_function", "find_function", "make_reference", "register_here"]
 
 V = TypeVar("V")
 
@@ -55,7 +55,7 @@ def as_list(pieces: Iterable[V]) -> list[V]:
     return list(pieces)
 
 
-def reference(function: Callable[[Any], Any]) -> str:
+def make_reference(function: Callable[[Any], Any]) -> str:
     """Returns a text by which other processes find a function.
 
     Raises:
@@ -88,7 +88,7 @@ def reference(function: Callable[[Any], Any]) -> str:
 
 
 def register_here(function: Callable[[Any], Any]) -> str:
-    """Returns a text by which this process finds a function; forget it with `find_function(..., forget=True)`."""
+    """Keeps a function, until `find_function(text, forget=True)`. Returns the text by which this process finds it."""
     token = str(next(_tokens))
     _here[token] = function
     return json.dumps({"here": token})

@@ -12,7 +12,7 @@ from taskgraph.elastic_jobs.shards import Pieces
 from taskgraph.errors import PieceFailed
 from taskgraph.graph.values import encode
 from taskgraph.maps.functions import find_function
-from taskgraph.maps.records import AtWork, MapRecord, PieceFile, RecordKind, RecordWriter
+from taskgraph.maps.records import AtWorkFile, MapRecord, PieceFile, RecordKind, RecordWriter
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.dealing import QueueLedger
 
@@ -21,10 +21,11 @@ __all__ = ["map_pieces"]
 
 @elastic(name="map")
 def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, on_error: str) -> int:
-    """Computes the pieces of a folder (`journal`) that a call lacks. Returns how many there were.
+    """Computes the pieces of a map that a call has yet to compute. Returns how many there were.
 
     Args:
-        call: the name of the call, in files.
+        folder: the map's folder (`journal`).
+        call: the name of the call, in file names.
         function: names the function (`functions.find_function`).
         attempts, on_error: as of `tg.map`.
     """
@@ -32,7 +33,7 @@ def map_pieces(run: Run, folder: str, call: str, function: str, attempts: int, o
     todo = np.load(Path(folder) / f"todo-{call}.npy")
     ledger = QueueLedger(len(todo), attempts=attempts, on_error=on_error)
     writer = RecordWriter(Path(folder) / f"{call}-{run.worker}.results")
-    at_work = AtWork(Path(folder) / f"{call}-{run.worker}.at")
+    at_work = AtWorkFile(Path(folder) / f"{call}-{run.worker}.at")
     dealt = Pieces(run, ledger, f"tg.map {call}", numbers=todo, keep=writer.flush)
     try:
         while (ticket := dealt.next()) is not None:

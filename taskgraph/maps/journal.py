@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import JobError, JobRunning, TaskGraphError
 from taskgraph.launch.entries import lock_file
-from taskgraph.maps.records import AtWork, MapRecord, RecordReader, write_pieces
+from taskgraph.maps.records import AtWorkFile, MapRecord, RecordReader, write_pieces
 from taskgraph.system.files import write_whole
 
 __all__ = ["Journal", "maps_root"]
@@ -59,11 +59,11 @@ class Journal:
 
     Args:
         name: of the map.
-        keep: it stays if the map does not end well; False: it is a temporary directory of this call.
+        keep: the folder stays if the map does not end well; False: it is a temporary directory of this call.
 
     Attributes:
         folder: the directory.
-        run: the name of the job that runs, in files.
+        run: the name of the current job, in file names; "": none has begun.
     """
 
     def __init__(self, name: str, *, keep: bool) -> None:
@@ -157,9 +157,9 @@ class Journal:
         for path in sorted(self.folder.glob("*.results")):
             yield from self._readers.setdefault(path, RecordReader(path)).read()
 
-    def died_at(self) -> list[tuple[str, int]]:
+    def find_deaths(self) -> list[tuple[str, int]]:
         """Returns (worker, piece) for each worker of the current job that died while it computed a piece."""
-        found = [(path.stem.partition("-")[2], AtWork.read(path)) for path in self.folder.glob(f"{self.run}-*.at")]
+        found = [(path.stem.partition("-")[2], AtWorkFile.read(path)) for path in self.folder.glob(f"{self.run}-*.at")]
         return [(worker, piece) for worker, piece in sorted(found) if piece >= 0]
 
     def _remove_old(self) -> None:

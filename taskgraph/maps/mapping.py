@@ -23,7 +23,7 @@ from taskgraph.graph.values import decode
 from taskgraph.jobs import Job
 from taskgraph.launch.run import arun
 from taskgraph.launch.supervise import Hooks
-from taskgraph.maps.functions import as_list, check_function, find_function, reference, register_here
+from taskgraph.maps.functions import as_list, check_function, find_function, make_reference, register_here
 from taskgraph.maps.job import map_pieces
 from taskgraph.maps.journal import Journal
 from taskgraph.maps.records import MapRecord, RecordKind
@@ -139,7 +139,7 @@ class _Map:
         check_function(function)
         name = options.name or _name_of(function)
         check_not_importing(name)
-        self._function = register_here(function) if options.nodes == 0 else reference(function)
+        self._function = register_here(function) if options.nodes == 0 else make_reference(function)
         self._pieces = pieces
         self._options = options
         self._name = name
@@ -148,7 +148,7 @@ class _Map:
         self._failed: Failed | None = None
 
     def results(self) -> Iterator[tuple[int, Any]]:
-        """Yields the results, and ends the job if the caller does not want more."""
+        """Yields number and result of each piece, as they come. Ends the job if the caller takes no more."""
         pytorch()  # the results may be tensors
         options = self._options
         try:
@@ -180,10 +180,7 @@ class _Map:
         return stack.enter_context(Journal(self._name, keep=False))
 
     def _compute(self, journal: Journal) -> Iterator[tuple[int, Any]]:
-        """Yields the missing results.
-
-        If all nodes have died, another job goes on with what is missing.
-        """
+        """Runs jobs until no result is missing, and yields the results. If all nodes died, another job goes on."""
         shown = MapProgress(self._name, len(self._pieces), int((~self._missing).sum()), self._options.progress)
         deaths, in_vain = Counter[int](), 0
         with shown:
@@ -192,16 +189,16 @@ class _Map:
                 error = yield from self._run(journal, shown)
                 if error is None:
                     break
-                died = journal.died_at()
+                died = journal.find_deaths()
                 deaths.update(piece for _, piece in died)
                 in_vain = in_vain + 1 if self._missing.sum() == before else 0
                 if not died or in_vain >= _IN_VAIN or self._failed is not None or max(deaths.values()) >= _DEATHS:
-                    raise self._explained(error, died, deaths).with_traceback(None)
+                    raise self._explain_end(error, died, deaths).with_traceback(None)
         for number in np.flatnonzero(self._missing).tolist():
             raise JobFailed(f"map {self._name!r}: the result of piece {number} is not there: was its file removed?")
 
     def _run(self, journal: Journal, shown: MapProgress) -> Generator[tuple[int, Any], None, BaseException | None]:
-        """Runs a job for what is missing, and yields the results. Returns what has ended it, if results are missing."""
+        """Runs a job for the missing pieces, and yields results. Returns the job's error if some are still missing."""
         options = self._options
         journal.begin_job(np.flatnonzero(self._missing))
         job = map_pieces(
@@ -211,7 +208,7 @@ class _Map:
             attempts=options.attempts,
             on_error=options.on_error,
         )
-        with _Running(job, options.nodes, self._name, shown) as running:
+        with _JobThread(job, options.nodes, self._name, shown) as running:
             over = False
             while not over:
                 over = running.wait(_POLL_S)  # looked at before the files: these have all then
@@ -246,8 +243,13 @@ class _Map:
         if record.kind == RecordKind.FAILED and self._failed is None:
             self._failed = failed
 
-    def _explained(self, error: BaseException, died: list[tuple[str, int]], deaths: Counter[int]) -> BaseException:
-        """Returns the error for what has ended the job: of a piece, if one is to blame."""
+    def _explain_end(self, error: BaseException, died: list[tuple[str, int]], deaths: Counter[int]) -> BaseException:
+        """Returns the error to raise for a job that `error` ended: PieceFailed, if a piece is to blame, else `error`.
+
+        Args:
+            died: (worker, piece) of each worker that died in this job.
+            deaths: piece -> how many workers died at it, in all jobs of the map.
+        """
         if isinstance(error, JobFailed) and self._failed is not None:
             failed, often = self._failed, f"raised on {self._failed.node}, in {self._options.attempts} attempts"
             error = self._piece_failed(failed.piece, failed.node, often, failed.traceback)
@@ -271,8 +273,8 @@ class _Map:
         return PieceFailed(text, piece=piece, node=node, traceback=traceback, job=self._name)
 
 
-class _Running:
-    """The job in a thread of its own, so that the caller's thread reads results meanwhile, also in a notebook."""
+class _JobThread:
+    """Runs the job in a thread of its own, so that the caller's thread reads results meanwhile, also in a notebook."""
 
     def __init__(self, job: Job[Any], nodes: int, name: str, shown: MapProgress) -> None:
         self.error: BaseException | None = None
@@ -298,7 +300,7 @@ class _Running:
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(thread,), name="taskgraph-map", daemon=True)
 
-    def __enter__(self) -> _Running:
+    def __enter__(self) -> _JobThread:
         self._thread.start()
         return self
 

@@ -22,7 +22,16 @@ import numpy as np
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["AtWork", "MapRecord", "PieceFile", "RecordKind", "RecordReader", "RecordWriter", "packed", "write_pieces"]
+__all__ = [
+    "AtWorkFile",
+    "MapRecord",
+    "PieceFile",
+    "RecordKind",
+    "RecordReader",
+    "RecordWriter",
+    "pack_record",
+    "write_pieces",
+]
 
 _HEAD: Final = struct.Struct("<BqIIQ16s")
 """Kind, piece, attempt, number of buffers, bytes of meta, digest; the sizes of the buffers follow."""
@@ -42,7 +51,7 @@ class RecordKind(IntEnum):
 
 
 class MapRecord(NamedTuple):
-    """A value in a file.
+    """A record of a file: a result, an error, or a piece to compute, as a value.
 
     Attributes:
         piece: the number of the piece.
@@ -55,7 +64,7 @@ class MapRecord(NamedTuple):
     value: Encoded
 
 
-def packed(record: MapRecord) -> bytes:
+def pack_record(record: MapRecord) -> bytes:
     """Returns the bytes of a record."""
     value = record.value
     sizes = [buffer.nbytes for buffer in value.buffers]
@@ -63,8 +72,8 @@ def packed(record: MapRecord) -> bytes:
     return b"".join((head, struct.pack(f"<{len(sizes)}Q", *sizes), value.meta, *value.buffers))
 
 
-def _unpacked(data: memoryview, at: int) -> tuple[MapRecord | None, int]:
-    """Returns the record at an offset, and the bytes that it takes; None if the data ends before its end."""
+def _unpack_record(data: memoryview, at: int) -> tuple[MapRecord | None, int]:
+    """Returns the record at an offset, and its size in bytes. None if the data ends before that; 0: size unknown."""
     end = at + _HEAD.size
     if len(data) < end:
         return None, 0
@@ -99,9 +108,9 @@ class RecordWriter:
         """Writes a record, at the next `flush` at the latest."""
         with self._lock:
             if record.value.size_bytes >= _WHOLE_BYTES:
-                self._write(self._waiting + packed(record))
+                self._write(self._waiting + pack_record(record))
                 return
-            self._waiting += packed(record)
+            self._waiting += pack_record(record)
         if len(self._waiting) >= _WHOLE_BYTES:
             self.flush()
 
@@ -123,7 +132,7 @@ class RecordWriter:
         os.close(self._file)
 
 
-class AtWork:
+class AtWorkFile:
     """A file with the number of the piece that a worker computes; -1: none. It outlives the process."""
 
     def __init__(self, path: Path) -> None:
@@ -162,7 +171,7 @@ class RecordReader:
                 file.seek(self._at)
                 data, begin = memoryview(file.read(wanted)), 0
                 while True:
-                    record, size = _unpacked(data, begin)
+                    record, size = _unpack_record(data, begin)
                     if record is None:
                         break
                     begin += size
@@ -188,7 +197,7 @@ def write_pieces(folder: Path, pieces: Sequence[Any]) -> bytes:
         for number, piece in enumerate(pieces):
             value = encode(piece, what=f"piece {number} of the map")
             digest.update(value.digest)
-            at += file.write(packed(MapRecord(RecordKind.RESULT, number, 0, value)))
+            at += file.write(pack_record(MapRecord(RecordKind.RESULT, number, 0, value)))
             offsets[number + 1] = at
     np.save(folder / "offsets.npy", offsets)
     return digest.digest()
@@ -208,7 +217,7 @@ class PieceFile:
         return len(self._offsets) - 1
 
     def __getitem__(self, number: int) -> Any:
-        record, _ = _unpacked(self._data, int(self._offsets[number]))
+        record, _ = _unpack_record(self._data, int(self._offsets[number]))
         if record is None:
             raise OSError(f"piece {number} cannot be read: the file of the pieces was changed")
         return decode(record.value, writable=True)

@@ -72,7 +72,7 @@ class MapProgress:
             self._write(f"\r\x1b[2K{text}\n" if self._live else f"{text}\n")
 
     def follow(self, view: JobView) -> None:
-        """Uses this view for the number of workers."""
+        """Takes the number of workers, to be shown, from this view."""
         self._workers = 0 if view.workers is None else len(view.workers.record.workers)
 
     def count_done(self) -> None:

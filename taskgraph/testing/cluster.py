@@ -128,7 +128,7 @@ def run(
                 IdleTimer(timeout_s, run.progress, run.end_wait),
             )
         except Stuck as stuck:
-            raise run.timeout_of(stuck) from None
+            raise run.error_of_stuck_code(stuck) from None
         except TaskGraphError as error:
             raise error.with_traceback(None)  # noqa: B904 (without our frames; it is the same error)
         except (asyncio.CancelledError, RuntimeError) as error:
@@ -190,7 +190,7 @@ def _can_be_killed(cluster: InProcessCluster, node_id: str) -> bool:
 
 
 async def _wait_until_killable(cluster: InProcessCluster, node_id: str) -> bool:
-    """Waits until the node can be killed without losing a task (True), or the job is over (False if it cannot)."""
+    """Waits until the node can be killed without losing a task, or the job is over. Returns True if it can."""
 
     def killable_or_over(view: object) -> bool:
         return _can_be_killed(cluster, node_id) or not _current_view(cluster).running
@@ -272,11 +272,11 @@ class _Run(LimitedRun):
         """Returns a number that grows with every write to etcd, so also with every commit."""
         return self._cluster.store.revision if self._cluster is not None else 0
 
-    def timeout_of(self, stuck: Stuck) -> JobTimeout:
+    def error_of_stuck_code(self, stuck: Stuck) -> JobTimeout:
         """Returns an error that names the code that does not return, its task and its stack."""
         call = call_under_way(stuck.frame) if stuck.frame is not None else None
         if call is None:  # a function of its topology or of a codec
-            return super().timeout_of(stuck)
+            return super().error_of_stuck_code(stuck)
         task, where, text = call
         views = [node.keeper.view for node in self._cluster.nodes] if self._cluster is not None else []
         epoch = max((view.epoch.record.epoch for view in views if view.epoch is not None), default=None)

@@ -20,13 +20,13 @@ ROUNDS_PER_S = 200
 
 
 class LimitedRun:
-    """One call of `tg.testing.run`. All methods but `progress` and `timeout_of` run in the loop's thread.
+    """One call of `tg.testing.run`. All methods but `progress` and `error_of_stuck_code` run in the loop's thread.
 
     Args:
         endless: the job has no last epoch or step of its own; it fails after `ROUNDS_PER_S` times `timeout_s` of them.
 
     Attributes:
-        turn: tracks which of the loop and its threads runs.
+        turn: tracks which thread runs: the loop's, or one of its workers.
         max_rounds: how many epochs or steps an endless job may do; None: the job ends by itself.
     """
 
@@ -87,7 +87,7 @@ class LimitedRun:
             )
             self._deadline.reschedule(0.0)
 
-    def timeout_of(self, stuck: Stuck) -> JobTimeout:
+    def error_of_stuck_code(self, stuck: Stuck) -> JobTimeout:
         """Returns an error with the stack of the user code that does not return."""
         text = ""
         if stuck.frame is not None:

@@ -24,7 +24,7 @@ _NEAR, _FAR = 0.05, 0.3
 class MeansCheck:
     """Checks the losses and sums of the first step, on a worker that computes all its parts in order.
 
-    Its methods are those of `taskgraph.elastic_jobs.watching.Watch`.
+    Its methods are called by those of the same names of a `taskgraph.elastic_jobs.watching.Watch`.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ class MeansCheck:
         self._uneven = feed.is_uneven
         yield part.joined(self._last[0])
 
-    def tried(self, part: Part, sums: Sums) -> None:
+    def after_trial(self, part: Part, sums: Sums) -> None:
         self._tried = sums.tree()
 
-    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
+    def after_part(self, round_id: RoundId, part: Part, sums: Sums) -> None:
         """Compares the last two parts with their joined part. Raises StepError if a mean was added."""
         if round_id.step > 0:
             return
@@ -59,7 +59,7 @@ class MeansCheck:
             for name, of_both in both["add"].items():
                 _check_sum(name, of_both, first["add"].get(name), second["add"].get(name), last[0].size, part.size)
 
-    def total(self) -> None:
+    def at_total(self) -> None:
         """Ends a round. Raises StepError if part.backward got summed losses where it takes means, or the reverse."""
         losses, self._losses, self._last = self._losses, [], None
         if not losses:

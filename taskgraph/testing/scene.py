@@ -162,7 +162,7 @@ class Scene:
         return view.workers.index(node.id) if view is not None and node.id in view.workers else -1
 
     def _seniority(self, node: ElasticNode) -> tuple[bool, int]:
-        """The sort key of a node: the oldest worker is first; nodes that drain or are in no view are last."""
+        """Returns the sort key of a node: the oldest worker is first; nodes that drain or are in no view are last."""
         place = self._place(node)
         return place < 0 or node.draining, place
 

@@ -214,7 +214,7 @@ class LockStepThreads:
         over, too_late = threading.Event(), False
 
         def on_timeout() -> None:
-            """Decides on the loop if the result is late: this thread may wake up long after the loop's clock jumped."""
+            """Notes if the result is late by the loop's clock: the waiting thread may wake up long afterwards."""
             nonlocal too_late
             too_late = not future.done()
             over.set()

@@ -21,10 +21,10 @@ from taskgraph.testing.means import MeansCheck
 from taskgraph.testing.scene import Scene
 from taskgraph.testing.variables import digests_of, variables_of
 
-__all__ = ["Comparer", "Recorder", "Watcher", "watched"]
+__all__ = ["Comparer", "Recorder", "Watcher", "with_watcher"]
 
 
-def watched(call: ElasticCall, watch: Callable[[Run, CodeType], Watcher]) -> ElasticCall:
+def with_watcher(call: ElasticCall, watch: Callable[[Run, CodeType], Watcher]) -> ElasticCall:
     """Wraps a call: whenever a worker runs it, `watch(run, code of the function)` makes the run's watcher."""
     code: CodeType = inspect.unwrap(call.function).__code__
 
@@ -32,7 +32,7 @@ def watched(call: ElasticCall, watch: Callable[[Run, CodeType], Watcher]) -> Ela
     def function(run: Run, **arguments: Any) -> Any:
         run.progress.watch = watcher = watch(run, code)
         value = call.function(run, **arguments)
-        watcher.value(value)
+        watcher.on_value(value)
         return value
 
     return ElasticCall(function, call.arguments, call.node, call.checkpoint_every_s)
@@ -51,7 +51,7 @@ class Watcher:
     def _run_on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Waits in the thread of user code until the loop has run a coroutine."""
         progress = self._run.progress
-        with progress.turn.passed():
+        with progress.turn.released():
             progress.node.wait_for(work)
 
     def _kill_if_due(self, stage: str, step: int) -> None:
@@ -59,51 +59,51 @@ class Watcher:
         if self._scene.kills:
             self._run_on_loop(lambda: self._scene.kill_if_due(self._run.worker, stage, step))
 
-    def copied(self, step: int) -> None:
+    def on_copied_state(self, step: int) -> None:
         pass
 
-    def boundary(self, step: int, state: Any) -> None:
+    def at_boundary(self, step: int, state: Any) -> None:
         self._run_on_loop(lambda: self._scene.begin_step(self._run.worker, step, self._endless))
 
-    def last_boundary(self, step: int, state: Any) -> None:
+    def at_last_boundary(self, step: int, state: Any) -> None:
         pass
 
     def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
         self._endless = feed.is_endless
         return iter(())
 
-    def tried(self, part: Part, sums: Sums) -> None:
+    def after_trial(self, part: Part, sums: Sums) -> None:
         pass
 
-    def part(self, round_id: RoundId, part: Part) -> None:
+    def before_part(self, round_id: RoundId, part: Part) -> None:
         self._had_part = True
         self._kill_if_due("part", round_id.step)
 
-    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
+    def after_part(self, round_id: RoundId, part: Part, sums: Sums) -> None:
         if not self._run.progress.node.parts_left:
             self._kill_if_due("sums", round_id.step)
 
-    def total(self, round_id: RoundId, parts: int) -> None:
+    def at_total(self, round_id: RoundId, parts: int) -> None:
         for stage in ("total",) if self._had_part else ("part", "sums", "total"):
             self._kill_if_due(stage, round_id.step)
         self._had_part = False
 
-    def piece(self) -> None:
+    def before_piece(self) -> None:
         pass
 
-    def shard(self, stage: str, done: int) -> None:
+    def at_shard_stage(self, stage: str, done: int) -> None:
         if stage == "part":
             self._run_on_loop(lambda: self._scene.begin_step(self._run.worker, done, endless=False))
         self._kill_if_due(stage, done)
 
-    def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+    def after_piece(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         return found
 
-    def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
+    def on_report(self, position: int, step: int, numbers: dict[str, float]) -> None:
         pass
 
-    def value(self, value: Any) -> None:
-        """User code has returned the job's value."""
+    def on_value(self, value: Any) -> None:
+        """Called when user code has returned the job's value."""
 
 
 class Recorder(Watcher):
@@ -116,34 +116,34 @@ class Recorder(Watcher):
         self._before_piece: dict[str, bytes] = {}
         self._trained = False  # a part has called `part.backward`
 
-    def boundary(self, step: int, state: Any) -> None:
-        super().boundary(step, state)
-        self.last_boundary(step, state)
+    def at_boundary(self, step: int, state: Any) -> None:
+        super().at_boundary(step, state)
+        self.at_last_boundary(step, state)
         states = self._record.states
         if step == FEW_STEPS and self._trained and states[0] and states[step] == states[0]:
             raise StateError(UNCHANGED)
         self._record.variables[step] = digests_of(variables_of(self._code))
 
-    def last_boundary(self, step: int, state: Any) -> None:
+    def at_last_boundary(self, step: int, state: Any) -> None:
         self._record.states[step] = self._run.progress.digests(state)
 
     def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
         super().trials(round_id, part, feed)
         return self._means.trials(round_id, part, feed)
 
-    def tried(self, part: Part, sums: Sums) -> None:
-        self._means.tried(part, sums)
+    def after_trial(self, part: Part, sums: Sums) -> None:
+        self._means.after_trial(part, sums)
 
-    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
-        self._means.computed(round_id, part, sums)
+    def after_part(self, round_id: RoundId, part: Part, sums: Sums) -> None:
+        self._means.after_part(round_id, part, sums)
         if round_id.step == 0 and "weight" in sums.tree():
             self._trained = True
         self._record.add_part(round_id, part, sums)
 
-    def total(self, round_id: RoundId, parts: int) -> None:
-        self._means.total()
+    def at_total(self, round_id: RoundId, parts: int) -> None:
+        self._means.at_total()
 
-    def piece(self) -> None:
+    def before_piece(self) -> None:
         self._before_piece = self._digests()
 
     def _digests(self) -> dict[str, bytes]:
@@ -153,7 +153,7 @@ class Recorder(Watcher):
         except (ValueError, ValueNotEncodable):  # ValueError: a lazy parameter
             return {}
 
-    def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+    def after_piece(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         if changed := format_differing(self._before_piece, self._digests()):
             raise StateError(
                 f"{call} changed {changed} in run.state, and its function runs on one worker only: change the state "
@@ -162,10 +162,10 @@ class Recorder(Watcher):
         self._record.results[position, piece] = found
         return found
 
-    def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
+    def on_report(self, position: int, step: int, numbers: dict[str, float]) -> None:
         self._record.reports.setdefault((step, position), []).append(numbers)
 
-    def value(self, value: Any) -> None:
+    def on_value(self, value: Any) -> None:
         self._record.value = value_digests(value)
 
 
@@ -176,31 +176,31 @@ class Comparer(Watcher):
         super().__init__(scene, run, code)
         self._comparison = Comparison(record, run.worker)
 
-    def copied(self, step: int) -> None:
+    def on_copied_state(self, step: int) -> None:
         self._comparison.note_joined(step)
 
-    def boundary(self, step: int, state: Any) -> None:
+    def at_boundary(self, step: int, state: Any) -> None:
         self._comparison.note_variables(step, variables_of(self._code))
         self._comparison.check_step(step, self._run.progress.digests(state))
-        super().boundary(step, state)
+        super().at_boundary(step, state)
 
-    def last_boundary(self, step: int, state: Any) -> None:
+    def at_last_boundary(self, step: int, state: Any) -> None:
         self._comparison.check_state(step, self._run.progress.digests(state))
 
-    def computed(self, round_id: RoundId, part: Part, sums: Sums) -> None:
+    def after_part(self, round_id: RoundId, part: Part, sums: Sums) -> None:
         self._comparison.check_part(round_id, part, sums)
-        super().computed(round_id, part, sums)
+        super().after_part(round_id, part, sums)
 
-    def total(self, round_id: RoundId, parts: int) -> None:
+    def at_total(self, round_id: RoundId, parts: int) -> None:
         self._comparison.check_total(round_id)
-        super().total(round_id, parts)
+        super().at_total(round_id, parts)
 
-    def result(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
+    def after_piece(self, call: str, position: int, piece: int, found: Encoded) -> Encoded:
         return self._comparison.check_result(call, position, piece, found)
 
-    def report(self, position: int, step: int, numbers: dict[str, float]) -> None:
+    def on_report(self, position: int, step: int, numbers: dict[str, float]) -> None:
         self._comparison.check_report(position, step, numbers)
 
-    def value(self, value: Any) -> None:
+    def on_value(self, value: Any) -> None:
         if not self._run.deals:
             self._comparison.check_value(value)

@@ -22,7 +22,7 @@ from taskgraph.testing.compared import Record
 from taskgraph.testing.limited import LimitedRun
 from taskgraph.testing.scene import Scene
 from taskgraph.testing.threads import LockStepThreads
-from taskgraph.testing.watchers import Comparer, Recorder, Watcher, watched
+from taskgraph.testing.watchers import Comparer, Recorder, Watcher, with_watcher
 
 __all__ = ["WORKER_STAGES", "WorkersRun", "check_kills"]
 
@@ -83,7 +83,7 @@ class WorkersRun(LimitedRun):
         assert job.elastic is not None
         rng = random.Random(self._order) if self._order else None
         threads = functools.partial(LockStepThreads, self.turn)
-        job = dataclasses.replace(job, _elastic=watched(job.elastic, functools.partial(watch, scene)))
+        job = dataclasses.replace(job, _elastic=with_watcher(job.elastic, functools.partial(watch, scene)))
         self._scene = scene
         self._cluster = cluster = InProcessCluster(job, rng=rng, threads=threads, on_event=scene.on_event)
         scene.attach(cluster)

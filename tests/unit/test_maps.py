@@ -17,9 +17,9 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.graph.values import decode, encode
-from taskgraph.maps.functions import find_function, reference
+from taskgraph.maps.functions import find_function, make_reference
 from taskgraph.maps.journal import Journal
-from taskgraph.maps.records import AtWork, MapRecord, RecordKind, RecordReader, RecordWriter, packed
+from taskgraph.maps.records import AtWorkFile, MapRecord, RecordKind, RecordReader, RecordWriter, pack_record
 from taskgraph.maps.showing import MapProgress, progress_text
 
 
@@ -188,7 +188,7 @@ async def waits(x: int) -> int:
 
 @pytest.mark.parametrize("function", [odd, math.sqrt, Named.method, tg.shard, np.linalg.norm, Path.exists])
 def test_functions_are_found_by_their_names(function: Any) -> None:
-    found = find_function(reference(function))
+    found = find_function(make_reference(function))
     assert found.__qualname__ == function.__qualname__ and found.__module__ == function.__module__
 
 
@@ -228,7 +228,7 @@ def record(number: int, value: Any) -> MapRecord:
 
 def test_records_are_read_while_the_file_grows(tmp_path: Path) -> None:
     path = tmp_path / "found"
-    data = [packed(record(number, value)) for number, value in enumerate([1, "two", np.arange(2_000_000), None])]
+    data = [pack_record(record(number, value)) for number, value in enumerate([1, "two", np.arange(2_000_000), None])]
     whole = b"".join(data)
     path.touch()
     reader, found, at = RecordReader(path), list[MapRecord](), 0
@@ -284,5 +284,5 @@ def test_worker_that_died_at_the_first_piece_is_named() -> None:
         journal.begin("fn", [1, 2])
         journal.begin_job(np.arange(2))
         for worker, piece in (("n1", 0), ("n2", 1), ("n3", -1)):
-            AtWork(journal.folder / f"{journal.run}-{worker}.at").note(piece)
-        assert journal.died_at() == [("n1", 0), ("n2", 1)]
+            AtWorkFile(journal.folder / f"{journal.run}-{worker}.at").note(piece)
+        assert journal.find_deaths() == [("n1", 0), ("n2", 1)]

@@ -77,12 +77,12 @@ class SimCoordinator:
         return self._can_receive
 
     def late_s(self, what: str) -> float:
-        """Returns the delay that slow actors add to a kind of message between the server and this process."""
+        """Draws the delay that slow actors add to a kind of message between the server and this process."""
         actors = self._slow_actors
         return actors.late_s(what, f"{what} of {self.process.name}") if actors is not None else 0.0
 
     def answer_delay_s(self) -> float:
-        """Returns the delay of an answer from the server to this process."""
+        """Draws the delay of an answer from the server to this process."""
         return (
             self.etcd.delay()
             + self.late_s("answers of etcd")

@@ -168,7 +168,7 @@ class CallFaults:
             return ""
         return self._write_rng.choice(("answer", "answer", "request", "refused", "late"))
 
-    def loses_report(self) -> bool:
+    def draw_report_loss(self) -> bool:
         """Draws whether a report is lost."""
         return self._report_loss_share > 0 and self._write_rng.random() < self._report_loss_share
 

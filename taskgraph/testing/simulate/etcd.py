@@ -86,7 +86,7 @@ class SimStore(MemoryStore):
 
 
 class Client(Protocol):
-    """A client's connection, for the server."""
+    """What the server uses of a client's connection (`SimCoordinator`)."""
 
     @property
     def gets_events(self) -> bool:
@@ -97,7 +97,7 @@ class Client(Protocol):
         """A factor for the delay of the client's watches."""
 
     def late_s(self, what: str) -> float:
-        """Returns the delay that slow actors add to a kind of message."""
+        """Draws the delay that slow actors add to a kind of message."""
 
 
 class Stream:

@@ -36,7 +36,7 @@ class Faults:
         world.moment = self._on_moment
 
     def add_around_checkpoints(self, faults: list[Fault]) -> None:
-        """Adds faults of a job with checkpoints. Faults that end all replicas of a task wait for the first one."""
+        """Adds faults of a job with checkpoints. Those that end all replicas of a task wait for one."""
         self.bold = any(f.kind == "massacre" or (f.then is not None and f.then.kind == "massacre") for f in faults)
         self.add(faults)
 
@@ -106,7 +106,7 @@ class Faults:
         return self._rng.choice(others) if others else None
 
     def _is_survivable(self, *victims: SimNode) -> bool:
-        """True if every task of the victims has a replica in sync on another node that stays, or may be lost."""
+        """True if tasks may be lost, or each task of the victims has a replica in sync on another node that stays."""
         world = self._world
         view = world.invariants.view
         if self.ruthless or (self.bold and view.checkpoint is not None):
@@ -398,32 +398,32 @@ class Faults:
         """Slows the checkpoint disk down, for one node or for all."""
         whose = "all nodes" if fault.again else target.id
         self._log_fault(fault, f"{whose}, up to {fault.lasts_s:.3f} s for {2 * fault.lasts_s:.3f} s")
-        place = self._world.place if fault.again else target.place
-        place.extra_s = fault.lasts_s
-        self._later(2 * fault.lasts_s, place.mend)
+        disk = self._world.disk if fault.again else target.disk
+        disk.extra_s = fault.lasts_s
+        self._later(2 * fault.lasts_s, disk.mend)
 
     def _place_full(self, fault: Fault, target: SimNode) -> None:
         """Fails a node's writes to the checkpoint disk: no space left."""
         self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
-        target.place.full = True
-        self._later(fault.lasts_s, target.place.mend)
+        target.disk.full = True
+        self._later(fault.lasts_s, target.disk.mend)
 
     def _place_forgets(self, fault: Fault, target: SimNode) -> None:
         """Makes the disk lose or damage the next files."""
         count = self._rng.choice((1, 1, 2))
         self._log_fault(fault, f"the next {count}")
-        self._world.place.lose_next += count
+        self._world.disk.lose_next += count
 
     def _place_loses(self, fault: Fault, target: SimNode) -> None:
         """Loses or damages a file of the newest checkpoint."""
-        view, place = self._world.invariants.view, self._world.place
+        view, disk = self._world.invariants.view, self._world.disk
         assert view.checkpoint is not None and view.epoch is not None
         name, at = view.checkpoint.record.name, view.epoch.record
-        path = place.damage_checkpoint(name)
+        path = disk.damage_checkpoint(name)
         self._log_fault(fault, path)
         going_back = any(known.node.takeovers.any_under_way for known in self._world.existing())
         if path and (going_back or (at.lineage and at.epoch == at.base)):  # no commit since the roll-back
-            place.lost_in_use.add(name)
+            disk.lost_in_use.add(name)
 
     def _keys_deleted(self, fault: Fault, target: SimNode) -> None:
         """Deletes the keys of one node, or of all, as a user might by mistake."""
@@ -452,10 +452,10 @@ class Faults:
             node.coordinator.stall(False)
             node.coordinator.lose_next = 0
             node.coordinator.answer_s = 0.0
-            node.place.mend()
-        world.place.mend()
-        world.place.lose_next = 0
-        world.place.set_lag(None)
+            node.disk.mend()
+        world.disk.mend()
+        world.disk.lose_next = 0
+        world.disk.set_lag(None)
         world.network.heal_all()
         if world.etcd.paused:
             world.etcd.resume()

@@ -19,7 +19,7 @@ from taskgraph.protocol.records import CheckpointRecord, EpochRecord, JobStatus,
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.runs import Runs, Violation
 from taskgraph.testing.simulate.shared import Sharing
-from taskgraph.testing.simulate.workload import reported
+from taskgraph.testing.simulate.workload import reported_number
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -401,7 +401,7 @@ class Invariants:
         reports = {report.epoch: report.by_task for report in result.reports}
         for epoch in range(last):
             known = reports.get(epoch, {})
-            expected = {task: {f"t{task}": reported(state)} for task, state in self.states[epoch + 1].items()}
+            expected = {task: {f"t{task}": reported_number(state)} for task, state in self.states[epoch + 1].items()}
             # Reports are lost with the leader and all replicas of its boundary, and for tasks without state.
             lost = expected.keys() - known.keys() - self._without_state if epoch >= self._first_logged_epoch else ()
             if lost or any(known[task] != expected[task] for task in known):
@@ -409,7 +409,10 @@ class Invariants:
 
 
 def _boundary_to_commit(boundaries: Boundaries, epoch: int) -> Boundary | None:
-    """Returns the boundary that a replica will regard as committed once it reads the commit of the epoch."""
+    """Returns the boundary that a replica regards as committed once it reads the commit of the epoch.
+
+    That is its committed one, else the newest pending one of the epoch; None: it has none, or is further on.
+    """
     committed = boundaries.committed
     if committed is not None and committed.stamp.epoch >= epoch:
         return committed if committed.stamp.epoch == epoch else None

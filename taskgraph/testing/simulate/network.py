@@ -186,15 +186,17 @@ class SimNetwork:
             f"what {sender} sends", f"what {to} is sent", f"what {sender} sends {to}", kind, f"{kind} to {to}"
         )
 
-    def loses(self, message: object) -> bool:
+    def draw_loss(self, message: object) -> bool:
         """Draws whether a message is lost. Only reports are, since they have no acknowledgement."""
         return (
-            isinstance(message, Report | Reports) and self._call_faults is not None and self._call_faults.loses_report()
+            isinstance(message, Report | Reports)
+            and self._call_faults is not None
+            and self._call_faults.draw_report_loss()
         )
 
     def reply_or_refusal(self, to: str, reply: Reply) -> Reply:
         """Returns the reply; if the receiver has no memory for it, a refusal in its place."""
-        if self._memory is None or not self._memory.lacks(to, reply):
+        if self._memory is None or not self._memory.draw_shortage(to, reply):
             return reply
         return Refusal(Reason.NO_MEMORY, f"{name_of(to)} has no memory for a reply")
 
@@ -389,7 +391,7 @@ class SimTransport:
         connection.pending[number] = reply
         self.network.on_call(self.node, connection.acceptor, message)
         target = self.network.transports.get(connection.acceptor)
-        if target is not None and not (quiet and self.network.loses(message)):
+        if target is not None and not (quiet and self.network.draw_loss(message)):
             arrives = partial(target._accept, connection, number, message, quiet)
             self.network.transmit(connection, self.node, arrives, type(message).__name__)
         try:

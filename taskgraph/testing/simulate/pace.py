@@ -119,7 +119,7 @@ class SlowActors:
         self._slow.clear()
 
     def late_s(self, *actors: str) -> float:
-        """Returns the delay of an event that involves these actors (nodes, links, kinds of message); mostly 0.0."""
+        """Draws the delay of an event of these actors (nodes, links, ...), mostly 0.0. May make one of them slow."""
         if not self._next_changes and not self._slow:
             return 0.0
         self._events += 1
@@ -160,8 +160,8 @@ class MemoryShortage:
         """Gives all nodes memory from now on."""
         self.active = False
 
-    def lacks(self, node: str, message: object) -> bool:
-        """True if `node` has no memory for a message that it receives."""
+    def draw_shortage(self, node: str, message: object) -> bool:
+        """Draws whether `node` has no memory for a message that it receives."""
         if not self.active or not isinstance(message, Item | Answer):
             return False
         if message.stamp.epoch < self._first_epoch:
@@ -254,8 +254,8 @@ class Pace:
         return cls(call_faults, steps, timing, slow_actors, memory, clocks, link)
 
     @property
-    def has(self) -> dict[str, bool]:
-        """Kind of delay, for a seed's description -> whether the seed has it."""
+    def kinds(self) -> dict[str, bool]:
+        """Kind of delay, as a seed's description names it -> whether this seed has delays of the kind."""
         return {
             "slow probes or reads": self.call_faults.active,
             "lost transactions or reports": self.call_faults.loses_writes,

@@ -160,7 +160,7 @@ class Runs:
 
     # -- queries when an epoch restarts -------------------------------------------------------------
 
-    def several_under_way(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
+    def has_several_under_way(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
         """True if a task has several unfinished runs in its current term, at this stamp or later."""
         under_way = Counter(
             run.task

@@ -338,7 +338,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         workload.mistake.text if workload.mistake is not None else "": workload.mistake,
         "nodes that rest between their looks": outcome.rests,
         "values that count as large": outcome.large,
-        **pace.has,
+        **pace.kinds,
         "absent nodes that soon count as gone": absent,
         f"a checkpoint every {workload.checkpoint_every} epochs": has_checkpoints,
     }
@@ -374,7 +374,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         faults.add(draw_member_changes(members))
         outcome.described += ", members that change meanwhile"
     if has_checkpoints and (lists := random.Random(f"listings of {outcome.seed}")).random() < LATE_LISTING_SHARE:
-        world.place.set_lag(lists, lists.choice((0.05, 0.5, 3.0)))
+        world.disk.set_lag(lists, lists.choice((0.05, 0.5, 3.0)))
         outcome.described += ", a place that lists late"
     again: Resubmission | None = None
     if not mistakes and (names := random.Random(f"names of {outcome.seed}")).random() < (
@@ -522,9 +522,9 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
         return "mistaken"
     if world.workload.sharing is not None and world.workload.sharing.is_failure_by_stray(reason):
         return "mistaken"
-    if any(f"/{name}/" in reason for name in world.place.lost_in_use):
+    if any(f"/{name}/" in reason for name in world.disk.lost_in_use):
         return "lost"
-    if view.checkpoint is not None and not ("no checkpoint can be used" in reason and world.place.damaged):
+    if view.checkpoint is not None and not ("no checkpoint can be used" in reason and world.disk.damaged):
         raise Violation(f"the job failed, and has a checkpoint: {reason}")
     for task in range(world.workload.tasks):
         holders = view.in_sync(task)

@@ -38,7 +38,7 @@ class FunctionTiming:
         """Ends extra durations. Functions still run at any moment of their duration."""
         self._extra_share = 0.0
 
-    def runs_at_once(self) -> bool:
+    def draw_at_once(self) -> bool:
         """Draws whether a brief function ends before `start` returns."""
         return self.active and self._rng.random() < self._at_once_share
 
@@ -47,7 +47,7 @@ class FunctionTiming:
         return self._rng.random() if self.active else 1.0
 
     def extra_s(self) -> float:
-        """Returns an extra duration of a function, mostly 0."""
+        """Draws an extra duration of a function, mostly 0."""
         return _MAX_EXTRA_S * self._rng.random() ** 2 if self.active and self._rng.random() < self._extra_share else 0.0
 
 
@@ -97,7 +97,7 @@ class InlineThreads:
         return asyncio.get_running_loop().time()
 
     def start(self, function: Callable[[], R], *, brief: bool) -> CallInThread[R]:
-        if brief and self._timing is not None and self._timing.runs_at_once():
+        if brief and self._timing is not None and self._timing.draw_at_once():
             return _FinishedWork(function)
         return FutureCall(self.run(function))
 

@@ -38,7 +38,7 @@ def mix(*parts: int) -> int:
     return h
 
 
-def reported(state: int) -> float:
+def reported_number(state: int) -> float:
     """Returns the number that a task with this state reports after an epoch."""
     return float(state % 1_000_003)
 
@@ -289,7 +289,7 @@ class Workload:
             for epoch in self.plan
         )
 
-    def is_silent(self, epoch: Any) -> bool:
+    def draw_silence(self, epoch: Any) -> bool:
         """Draws whether the moody task sends no flags in this run: mostly so in an epoch's first run."""
         first = self.rerun.setdefault(epoch.number, epoch._work) is epoch._work
         return self.chaos.random() < (0.8 if first else 0.2)
@@ -546,7 +546,7 @@ class _NoState(tg.Task):
     def _send_results(self, step: Step, epoch: Any, outs: Any, value: int) -> None:
         """Sends the step's flags, and puts its items."""
         work = self._workload
-        silent = self.task_id == work.moody and work.is_silent(epoch)
+        silent = self.task_id == work.moody and work.draw_silence(epoch)
         for to in step.flags if not silent else ():
             self._recorder.on_flag_sent(epoch, to, mix(value, 7, to))
             epoch.flag(to, mix(value, 7, to))
@@ -595,7 +595,7 @@ class _NoState(tg.Task):
         work = self._workload
         self.value[0] = after  # in place: a restored state must be the task's own
         self._recorder.on_epoch_end(epoch, after)
-        epoch.report(**{f"t{self.task_id}": reported(after)})
+        epoch.report(**{f"t{self.task_id}": reported_number(after)})
         if work.finishes and self.task_id == work.seed % work.tasks and self._is_last(epoch.number):
             self._recorder.on_finish_call(epoch)
             epoch.finish()
@@ -722,7 +722,7 @@ class _InFlight(_InFlightNoState, state=["value"]):
 
 
 class _SamePlanNoState(_InFlightNoState):
-    """A task without state and with the same graph in every epoch, so that `compose` runs once in an attempt."""
+    """A task without state and with the same graph in every epoch: `compose` runs again only after a restart."""
 
     @tg.stateless
     def compose(self, epoch: Any) -> None:

@@ -31,12 +31,12 @@ from taskgraph.protocol.kv import KeyEvent, Put, Txn
 from taskgraph.protocol.messages import Encoded, Stamp
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, JobStatus, StatusRecord
 from taskgraph.testing.simulate.client import SimCoordinator
+from taskgraph.testing.simulate.disk import FileThreads, NodeDisk, SimDisk, launcher_uses
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.invariants import Invariants, kind_of
 from taskgraph.testing.simulate.loop import Process, SimLoop, outside
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.testing.simulate.pace import Pace
-from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace, launcher_uses
 from taskgraph.testing.simulate.runs import Runs, Violation
 from taskgraph.testing.simulate.shared import Sharing
 from taskgraph.testing.simulate.threads import InlineThreads
@@ -65,7 +65,7 @@ class SimNode:
     process: Process
     threads: Process
     coordinator: SimCoordinator
-    place: NodePlace
+    disk: NodeDisk
     node: Node
     run: asyncio.Task[None]
     dead: bool = False  # a fault killed it
@@ -128,7 +128,7 @@ class World:
         self._disk_rng = disk_rng
         self.pace = pace or Pace.none()
         self.pace.slow_actors.on_slow = self._on_slow_actor
-        self.place = SimPlace(
+        self.disk = SimDisk(
             random.Random(disk_rng.getrandbits(64)),
             lambda name, node: self.moment(name, node),
             self._check_manifest,
@@ -208,12 +208,12 @@ class World:
         """
         made = self._submitted_run = self._create_run(run, workload)
         spec = dataclasses.replace(made.spec, expected_nodes=nodes)
-        with launcher_uses(self.place, random.Random(self._disk_rng.getrandbits(64)), self.pace.timing):
+        with launcher_uses(self.disk, random.Random(self._disk_rng.getrandbits(64)), self.pace.timing):
             try:
                 spec, beginning = await self._plan(spec, resume=resume)
             except CheckpointError as error:  # no checkpoint is usable: begin anew
                 self.transcript.add("launcher", "refused", str(error))
-                if not (self.place.damaged or self.place.lists_late):
+                if not (self.disk.damaged or self.disk.lists_late):
                     raise Violation(f"a job with checkpoints cannot be resumed: {error}") from error
                 spec, beginning = await self._plan(spec, resume=False)
             made.spec = spec
@@ -263,7 +263,7 @@ class World:
             call_faults=self.pace.call_faults,
             slow_actors=self.pace.slow_actors,
         )
-        place = self.place.for_node(node_id)
+        disk = self.disk.for_node(node_id)
         events = EventLog(name)
         events.listen(lambda event: self._on_event(node_id, event))
         host = f"h{self._rng.randrange(1, 4)}"
@@ -287,18 +287,18 @@ class World:
             ),
             file_threads=FileThreads(
                 random.Random(self._disk_rng.getrandbits(64)),
-                place,
+                disk,
                 self.pace.timing,
                 self._slow_actor_delay("files", node_id),
             ),
-            place=place,
+            place=disk,
             point=self._stage_hook(node_id),
         )
         node: Node = process.new_context().run(making)  # in its context, since it reads its clock
         node.failed_set_ups.alone = True  # as in a process of its own
         run = self.loop.create_task(self._run_node(node), name=f"node {name}", context=process.new_context())
         known = self.nodes[node_id] = SimNode(
-            node_id, name, self.spec.run, process, threads, coordinator, place, node, run
+            node_id, name, self.spec.run, process, threads, coordinator, disk, node, run
         )
         return known
 
@@ -476,12 +476,12 @@ class World:
     def _checkpoint_values(self, record: CheckpointRecord) -> dict[int, Encoded] | None:
         """Reads a checkpoint: task -> value. Returns None if the disk damaged it."""
         expected = ExpectedJob(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
-        store = CheckpointStore("file:///simulated", expected, place=self.place.for_node("the checks"))
+        store = CheckpointStore("file:///simulated", expected, place=self.disk.for_node("the checks"))
         try:
             manifest = store.open(record.name)
             read = {info.task: store.read(manifest, info.task) for info in manifest.files}
         except CheckpointError as error:
-            if any(record.name in path for path in self.place.damaged):
+            if any(record.name in path for path in self.disk.damaged):
                 return None
             raise Violation(f"a checkpoint is complete, and cannot be used: {error}") from error
         return {task: value for task, value in read.items() if value is not None}
@@ -541,7 +541,7 @@ class World:
         view, root = self.invariants.view, len(self.keys.root)
         if kind == "restart" and view.stamp is not None:
             terms = {task: known.record.term for task, known in view.primaries.items()}
-            if self.runs.several_under_way(view.stamp, terms):
+            if self.runs.has_several_under_way(view.stamp, terms):
                 self.transcript.count_state("restart in flight")
         for event in events:
             key = event.kv.key[root:]

@@ -21,8 +21,8 @@ class Counts:
     def take(self, ticket: Any, *, counts: bool) -> Any:
         return ticket.piece if counts else None
 
-    def apply_gift(self, ticket: Any, gift: Any) -> None:
-        assert gift == ticket.piece
+    def apply_effects(self, ticket: Any, effects: Any) -> None:
+        assert effects == ticket.piece
         self.found[ticket.pass_number, ticket.piece] += 1
 
     def captured(self) -> Any:
@@ -44,7 +44,7 @@ def sharded(
     finish: until this file is there, each of the last pieces takes a second: newcomers enter between pieces.
     """
     counts = Counts()
-    run.gifts = run.progress.carried["counts"] = counts
+    run.effects = run.progress.carried["counts"] = counts
     for _ in run.shards(range(pieces), passes=passes, shuffle=True):
         if gate:
             Path(f"{gate}-{run.worker}").touch()

@@ -112,7 +112,7 @@ async def test_key_that_comes_before_the_group_is_kept() -> None:
     node: Any = SimpleNamespace(id="n1", transport=SimpleNamespace(endpoints=()))
     together = GroupSums(node, "gloo", fail=fail, send=lambda *_: None, changed=lambda: None)
     assert not together.put_key(0, "0", b"address")
-    together.follow(View(0, 0, (Entry("n1", 0), Entry("n2", 0))))
+    together.begin_view(View(0, 0, (Entry("n1", 0), Entry("n2", 0))))
     assert together.put_key(0, "0", b"address")
     together.close()
     assert not together.put_key(0, "0", b"address")

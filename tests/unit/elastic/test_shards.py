@@ -23,8 +23,8 @@ class Counts:
     def take(self, ticket: Ticket, *, counts: bool) -> Any:
         return f"of {ticket.piece}" if counts else None
 
-    def apply_gift(self, ticket: Ticket, gift: Any) -> None:
-        assert gift == f"of {ticket.piece}"
+    def apply_effects(self, ticket: Ticket, effects: Any) -> None:
+        assert effects == f"of {ticket.piece}"
         self.found[ticket.pass_number, ticket.piece] += 1
 
     def captured(self) -> Any:
@@ -40,7 +40,7 @@ class Counts:
 @tg.elastic
 def counted(run: tg.Run, pieces: int = 40, passes: int = 1) -> list[list[int]]:
     counts = Counts()
-    run.gifts = run.progress.carried["counts"] = counts
+    run.effects = run.progress.carried["counts"] = counts
     for piece in run.shards(range(pieces), passes=passes, shuffle=True):
         assert 0 <= piece < pieces
     return sorted([*key, count] for key, count in counts.found.items())

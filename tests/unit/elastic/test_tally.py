@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taskgraph.elastic_jobs.hand import FinishedPiece, Hand, wanted_length
+from taskgraph.elastic_jobs.piece_queue import FinishedPiece, PieceQueue, wanted_length
 from taskgraph.elastic_jobs.tally import News, Tally, holder_of, share_of_round, worker_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.dealing import QueueLedger, Ticket
@@ -43,7 +43,7 @@ def test_a_lost_workers_last_results_count() -> None:
     tally = begun(3)
     mine = rounds_of(tally, News("n2.0", wants=2)).dealt["n2.0"]
     view = (4, ("n1.0", "n3.2"))
-    settled = rounds_of(tally, News("n2.0", done=[(mine[0], 5)], gifts={0: "g"}), News("n1.0", view=view, wants=9))
+    settled = rounds_of(tally, News("n2.0", done=[(mine[0], 5)], effects={0: "g"}), News("n1.0", view=view, wants=9))
     assert settled.counted == [("n2.0", mine[0], "g")]
     assert [ticket.piece for ticket in settled.dealt["n1.0"]] == [1, 2]
     assert tally.ledger.rows == 5 and tally.slots == 2
@@ -74,17 +74,17 @@ def test_workers_hear_that_one_of_them_has_nothing() -> None:
 
 def test_what_comes_too_late_in_a_queue_is_given_back() -> None:
     now = [0.0]
-    hand = Hand(lambda: now[0], lambda waiting: None, lambda: None)
+    queue = PieceQueue(lambda: now[0], lambda waiting: None, lambda: None)
     tickets = [Ticket(0, piece, 0) for piece in range(6)]
-    hand.deal(tickets)
+    queue.add(tickets)
     for _ in range(2):
-        ticket = hand.next()
+        ticket = queue.next()
         assert ticket is not None
         now[0] += 0.1
-        hand.finish(FinishedPiece(ticket))
-    assert hand.next() == tickets[2] and not hand.is_idle_within(0.3) and hand.is_idle_within(0.5)
-    assert hand.give_back(0.15) == tickets[4:] and hand.give_back(0.05) == [tickets[3]]
-    assert [each.ticket for each in hand.take_finished()] == tickets[:2]
+        queue.finish(FinishedPiece(ticket))
+    assert queue.next() == tickets[2] and not queue.is_idle_within(0.3) and queue.is_idle_within(0.5)
+    assert queue.give_back(0.15) == tickets[4:] and queue.give_back(0.05) == [tickets[3]]
+    assert [each.ticket for each in queue.take_finished()] == tickets[:2]
 
 
 def test_pieces_given_back_go_to_others() -> None:
@@ -161,35 +161,35 @@ def test_one_slow_worker_of_four_costs_little(piece_ms: int, pieces: int) -> Non
     """Plays rounds of 17 ms, millisecond by millisecond."""
     now = [0.0]
     tally, view = Tally(QueueLedger(pieces)), (1, tuple(f"n{number}.1" for number in range(4)))
-    hands = {holder: Hand(lambda: now[0], lambda waiting: None, lambda: None) for holder in view[1]}
-    takes_ms = {holder: piece_ms * (4 if holder == "n2.1" else 1) for holder in hands}
-    ends = dict.fromkeys(hands, 0)
+    queues = {holder: PieceQueue(lambda: now[0], lambda waiting: None, lambda: None) for holder in view[1]}
+    takes_ms = {holder: piece_ms * (4 if holder == "n2.1" else 1) for holder in queues}
+    ends = dict.fromkeys(queues, 0)
     starving, at_work = False, dict[str, Ticket | None]()
     for millisecond in range(100_000):
         now[0] = millisecond / 1000
-        for holder, hand in hands.items():
+        for holder, queue in queues.items():
             ticket = at_work.get(holder)
             if ticket is not None and millisecond >= ends[holder]:
-                hand.finish(FinishedPiece(ticket))
+                queue.finish(FinishedPiece(ticket))
                 at_work[holder] = ticket = None
-            if ticket is None and hand.has_pieces:
-                at_work[holder] = hand.next()
+            if ticket is None and queue.has_pieces:
+                at_work[holder] = queue.next()
                 ends[holder] = millisecond + takes_ms[holder]
         if millisecond % 17:
             continue
-        news = [News(holder, view, elapsed_s=0.017) for holder in hands]
+        news = [News(holder, view, elapsed_s=0.017) for holder in queues]
         for each in news:
-            hand = hands[each.holder]
-            each.done = [(finished.ticket, 1) for finished in hand.take_finished()]
-            each.back = hand.give_back(0.017) if starving else []
+            queue = queues[each.holder]
+            each.done = [(finished.ticket, 1) for finished in queue.take_finished()]
+            each.back = queue.give_back(0.017) if starving else []
             each.wants, back = (
-                hand.wanted_or_surplus(0.017) if tally.ledger.open else (int(hand.is_idle_within(0.017)), [])
+                queue.wanted_or_surplus(0.017) if tally.ledger.open else (int(queue.is_idle_within(0.017)), [])
             )
             each.back += back
         settled = rounds_of(tally, *news)
         starving = settled.starving
         for holder, tickets in settled.dealt.items():
-            hands[holder].deal(tickets)
+            queues[holder].add(tickets)
         if tally.ledger.over:
             break
     ideal_ms = pieces * piece_ms / 3.25

@@ -203,7 +203,7 @@ class ElasticFaults(Faults):
             return True
         staying = [
             known
-            for known in self._elastic.whole()
+            for known in self._elastic.whole_workers()
             if known not in cast("tuple[ElasticProcess, ...]", victims)
             and not (known.draining or known.declared_gone or known.process.frozen)
             and known.id not in self._elastic.view.gone
@@ -212,7 +212,7 @@ class ElasticFaults(Faults):
 
     def _massacre(self, fault: Fault, target: SimNode) -> None:
         """Kills all workers that hold the totals; newcomers live."""
-        for known in self._elastic.whole():
+        for known in self._elastic.whole_workers():
             if known.id in self._elastic.workers:
                 self._crash(fault, cast(SimNode, known))
 

@@ -81,7 +81,7 @@ async def _run(outcome: Outcome) -> None:
     world = ElasticWorld(workload, settings, rng, pace, checkpoint_rng)
     nodes = rng.choice((1, 2, 2, 3, 3, 4))
     outcome.transcript = world.transcript
-    outcome.described = ", ".join([workload.text, f"{nodes} nodes", *(what for what, so in pace.has.items() if so)])
+    outcome.described = ", ".join([workload.text, f"{nodes} nodes", *(what for what, so in pace.kinds.items() if so)])
     ruthless = rng.random() < RUTHLESS_SHARE
     drawn = draw(rng)
     if outcome.seed % 4 == 2:

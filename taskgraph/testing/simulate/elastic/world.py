@@ -29,6 +29,7 @@ from taskgraph.protocol.kv import KeyEvent, Put, Txn
 from taskgraph.protocol.records import EpochRecord, GoneRecord, JobStatus, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.client import SimCoordinator
+from taskgraph.testing.simulate.disk import FileThreads, NodeDisk, SimDisk, launcher_uses
 from taskgraph.testing.simulate.elastic.checks import Checks
 from taskgraph.testing.simulate.elastic.threads import SteppedThreads
 from taskgraph.testing.simulate.elastic.workload import PLACE, Workload
@@ -36,7 +37,6 @@ from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.loop import Process, SimLoop
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.testing.simulate.pace import Pace
-from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace, launcher_uses
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
 from taskgraph.testing.simulate.world import Moment
@@ -55,7 +55,7 @@ class ElasticProcess:
     process: Process
     threads: Process
     coordinator: SimCoordinator
-    place: NodePlace
+    disk: NodeDisk
     node: ElasticNode
     run: asyncio.Task[None]
     dead: bool = False  # a fault killed it
@@ -98,7 +98,7 @@ class ElasticWorld:
         self.moment: Moment = lambda name, node, peer="": None
         self.failed: asyncio.Future[None] = loop.create_future()
         self._disk_rng = disk_rng
-        self.place = SimPlace(
+        self.disk = SimDisk(
             random.Random(disk_rng.getrandbits(64)),
             lambda name, node: self.moment(name, node),
             on_write=lambda path, node: None,
@@ -146,7 +146,7 @@ class ElasticWorld:
         ended = StatusRecord(state=JobStatus.FAILED, reason="shut down")
         self.etcd.store.execute(Txn(success=(Put(self.keys.status, ended.to_bytes()),)))
         spec = dataclasses.replace(self.spec, run="again", expected_nodes=nodes)
-        with launcher_uses(self.place, random.Random(self._disk_rng.getrandbits(64)), self.pace.timing):
+        with launcher_uses(self.disk, random.Random(self._disk_rng.getrandbits(64)), self.pace.timing):
             self.spec, beginning = await self._retry(partial(plan, self.launcher, spec, resume=True))
         await self._retry(partial(begin, self.launcher, self.spec, beginning))
         position = beginning.epoch.epoch
@@ -182,7 +182,7 @@ class ElasticWorld:
             call_faults=self.pace.call_faults,
             slow_actors=self.pace.slow_actors,
         )
-        place = self.place.for_node(node_id)
+        disk = self.disk.for_node(node_id)
         events = EventLog(name)
         events.listen(lambda event: self._on_event(node_id, event))
 
@@ -199,15 +199,15 @@ class ElasticWorld:
                 devices=0,
                 threads=SteppedThreads(process, self.loop),
                 file_threads=FileThreads(
-                    random.Random(self._disk_rng.getrandbits(64)), place, self.pace.timing, lambda: 0.0
+                    random.Random(self._disk_rng.getrandbits(64)), disk, self.pace.timing, lambda: 0.0
                 ),
-                place=place,
+                place=disk,
             )
 
         node = process.new_context().run(make)  # in its context, since it reads its clock
         self.checks.watch(node)
         run = self.loop.create_task(self._run_node(node), name=f"node {name}", context=process.new_context())
-        known = self.nodes[node_id] = ElasticProcess(node_id, name, process, threads, coordinator, place, node, run)
+        known = self.nodes[node_id] = ElasticProcess(node_id, name, process, threads, coordinator, disk, node, run)
         return known
 
     def _step_timer(self, node_id: str) -> Callable[[], float] | None:
@@ -322,7 +322,7 @@ class ElasticWorld:
         there = node.id in self.workers and node.id not in self.view.gone
         return there and node.engine.core.phase != Phase.OUTSIDE
 
-    def whole(self) -> list[ElasticProcess]:
+    def whole_workers(self) -> list[ElasticProcess]:
         """Returns the workers of the newest view that hold all its totals, and whose process exists.
 
         All nodes before there is a view.
@@ -400,7 +400,7 @@ class ElasticWorld:
         assert self.view.checkpoint is not None
         record = self.view.checkpoint.record
         expected = ExpectedJob(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
-        store = CheckpointStore(PLACE, expected, place=self.place.for_node("the checks"))
+        store = CheckpointStore(PLACE, expected, place=self.disk.for_node("the checks"))
         try:
             value = store.read(store.open(record.name), 0)
             assert value is not None
@@ -413,7 +413,7 @@ class ElasticWorld:
         """Checks the write that ends the job. If the job failed, notes the workers that could have gone on."""
         status = self.view.status
         if status is not None and status.record.state == JobStatus.FAILED:
-            self.whole_at_failure = [known.id for known in self.whole()]
+            self.whole_at_failure = [known.id for known in self.whole_workers()]
         for event in events:
             if event.kv.key == self.keys.epoch and status is not None and status.record.state == JobStatus.FINISHED:
                 try:

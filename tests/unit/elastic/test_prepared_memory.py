@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from taskgraph.elastic_jobs.room import Room
+from taskgraph.elastic_jobs.prepared_memory import PreparedMemory
 from taskgraph.graph.blocks import Block
 from taskgraph.transport.pages import address_of
 from taskgraph.transport.segments import Pool
@@ -18,10 +18,10 @@ def test_memory_that_is_ready_is_given_first() -> None:
         made.append(nbytes)
         return pool.allocate(nbytes)
 
-    room = Room(allocate)
-    room.fill((4 * MIB, MIB, 1))
+    memory = PreparedMemory(allocate)
+    memory.fill((4 * MIB, MIB, 1))
     assert made == [4 * MIB, MIB, 1], "the pool has no memory for a single byte"
-    blocks = [room.allocate(MIB), room.allocate(4 * MIB), room.allocate(MIB)]
+    blocks = [memory.allocate(MIB), memory.allocate(4 * MIB), memory.allocate(MIB)]
     assert made == [4 * MIB, MIB, 1, MIB], "the last one is new"
     assert [block.nbytes for block in blocks if block is not None] == [MIB, 4 * MIB, MIB]
     assert len({address_of(block.data) for block in blocks if block is not None}) == 3

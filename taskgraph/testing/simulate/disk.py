@@ -20,12 +20,12 @@ from taskgraph.launch import resuming
 from taskgraph.testing.simulate.loop import own_time
 from taskgraph.testing.simulate.threads import FunctionTiming, InlineThreads
 
-__all__ = ["FileThreads", "NodePlace", "SimPlace", "launcher_uses"]
+__all__ = ["FileThreads", "NodeDisk", "SimDisk", "launcher_uses"]
 
 R = TypeVar("R")
 
 
-class SimPlace:
+class SimDisk:
     """The shared disk: its files, and their faults.
 
     Args:
@@ -64,9 +64,9 @@ class SimPlace:
         """Makes the disk as fast as usual again."""
         self.extra_s = 0.0
 
-    def for_node(self, node: str) -> NodePlace:
+    def for_node(self, node: str) -> NodeDisk:
         """Returns a node's access to this disk."""
-        return NodePlace(self, node)
+        return NodeDisk(self, node)
 
     def set_lag(self, rng: random.Random | None, lag_s: float = 0.0) -> None:
         """Makes later listings up to `lag_s` old; None makes them current."""
@@ -145,11 +145,11 @@ class SimPlace:
             self._removed.append((name, self._created_at.pop(name), now, self._files.pop(name).nbytes))
 
 
-class NodePlace:
+class NodeDisk:
     """One node's access to the disk: implements `checkpoint.places.Place`."""
 
-    def __init__(self, place: SimPlace, node: str) -> None:
-        self._place = place
+    def __init__(self, disk: SimDisk, node: str) -> None:
+        self._disk = disk
         self._node = node
         self.full = False
         self.extra_s = 0.0
@@ -163,30 +163,30 @@ class NodePlace:
 
     def max_call_s(self) -> float:
         """Returns the longest duration of a call now."""
-        return self._place.usual_s + self._place.extra_s + self.extra_s
+        return self._disk.usual_s + self._disk.extra_s + self.extra_s
 
     def write(self, path: str, parts: Iterable[Bytes]) -> None:
         data = b"".join(bytes(part) for part in parts)
         if self.full:
             raise OSError(errno.ENOSPC, "no space left", path)
-        self._place.on_write(path, self._node)
-        self._place.write(path, data)
+        self._disk.on_write(path, self._node)
+        self._disk.write(path, data)
 
     def read(self, path: str, limit_bytes: int) -> memoryview:
-        return self._place.read(path)
+        return self._disk.read(path)
 
     def names(self, path: str) -> list[str]:
-        return self._place.names(path)
+        return self._disk.names(path)
 
     def sizes(self, path: str) -> dict[str, int | None]:
-        sizes = self._place.sizes(path)
-        self._place.moment("place listed", self._node)
+        sizes = self._disk.sizes(path)
+        self._disk.moment("place listed", self._node)
         return sizes
 
     def remove(self, path: str) -> None:
-        self._place.on_remove(path, self._node)
-        self._place.remove(path)
-        self._place.moment("place cleared", self._node)
+        self._disk.on_remove(path, self._node)
+        self._disk.remove(path)
+        self._disk.moment("place cleared", self._node)
 
     def remove_empty(self, path: str) -> None:
         pass  # there are no directories
@@ -196,20 +196,20 @@ class FileThreads(InlineThreads):
     """The threads that call the disk. A call of a killed process may take effect or not."""
 
     def __init__(
-        self, rng: random.Random, place: NodePlace, timing: FunctionTiming | None, late_s: Callable[[], float]
+        self, rng: random.Random, disk: NodeDisk, timing: FunctionTiming | None, late_s: Callable[[], float]
     ) -> None:
         super().__init__(rng, 0.0, timing, late_s)
-        self._place = place
+        self._disk = disk
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
-        self._compute_s = self._place.max_call_s()
+        self._compute_s = self._disk.max_call_s()
         return super().run(function)
 
 
 @contextlib.contextmanager
-def launcher_uses(place: SimPlace, rng: random.Random, timing: FunctionTiming | None) -> Iterator[None]:
+def launcher_uses(disk: SimDisk, rng: random.Random, timing: FunctionTiming | None) -> Iterator[None]:
     """Within this block, the launcher's code reads checkpoints from the simulated disk, with delays as for nodes."""
-    own = place.for_node("launcher")
+    own = disk.for_node("launcher")
     threads = FileThreads(rng, own, timing, lambda: 0.0)
     with (
         mock.patch.object(resuming, "CheckpointStore", partial(CheckpointStore, place=own)),

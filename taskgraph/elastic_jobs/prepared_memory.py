@@ -1,4 +1,4 @@
-"""Memory for a copy of the state that is there before user code stands still for the copy: new memory is slow."""
+"""Memory for a copy of the state, allocated before user code has to wait for the copy: new memory is slow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from taskgraph.graph.blocks import Allocate, Block
 from taskgraph.transport.pages import address_of, move_to_huge_pages
 
-__all__ = ["Room"]
+__all__ = ["PreparedMemory"]
 
 
-class Room:
+class PreparedMemory:
     """Memory for the large arrays of a copy of the state, allocated ahead.
 
     Args:
-        allocate: gives memory that other processes of the host can read.
+        allocate: returns memory that other processes of the host can read.
     """
 
     def __init__(self, allocate: Allocate) -> None:

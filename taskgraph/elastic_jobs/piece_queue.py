@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.protocol.dealing import Ticket
 
-__all__ = ["FinishedPiece", "Hand", "wanted_length"]
+__all__ = ["FinishedPiece", "PieceQueue", "wanted_length"]
 
 _ROUNDS: Final = 2
 """The rounds for which the queue has work: a round may take twice as long as those before."""
@@ -35,18 +35,18 @@ class FinishedPiece(NamedTuple):
     """A piece that user code has finished.
 
     Attributes:
-        rows: how many it had.
-        gift: a value that counts with the piece; None: there is none.
+        rows: the number of its rows.
+        effects: what `PieceEffects.take` returned for it, which counts with the piece.
         error: the traceback of an error of user code; "": there was none.
     """
 
     ticket: Ticket
     rows: int = 0
-    gift: Any = None
+    effects: Any = None
     error: str = ""
 
 
-class Hand:
+class PieceQueue:
     """The pieces of one worker: its queue, the piece at work, and finished pieces that no round has taken yet.
 
     Args:
@@ -76,7 +76,7 @@ class Hand:
     # -- in the thread of user code ---------------------------------------------------------------
 
     def next(self) -> Ticket | None:
-        """Waits for the next piece. None: all pieces are done, on all workers.
+        """Waits for this worker's next piece, which is at work then. None: all pieces are done, on all workers.
 
         Raises:
             Exception: the error that has ended the rounds.
@@ -112,7 +112,7 @@ class Hand:
 
     # -- on the event loop ------------------------------------------------------------------------
 
-    def deal(self, tickets: Iterable[Ticket]) -> None:
+    def add(self, tickets: Iterable[Ticket]) -> None:
         """Puts pieces that a round dealt to this worker into its queue."""
         with self._lock:
             self._queue.extend(tickets)
@@ -155,12 +155,14 @@ class Hand:
         return bool(self._queue)
 
     @property
-    def starves(self) -> bool:
+    def is_starving(self) -> bool:
         """True while user code waits for a piece."""
         return self._waiting is not None
 
     def wanted_or_surplus(self, round_s: float) -> tuple[int, list[Ticket]]:
-        """Returns how many more pieces the queue needs; and, if one takes too long, those taken out to be given back.
+        """Returns how many more pieces the queue needs. If the piece at work is overdue, takes out the queued ones.
+
+        The caller gives the pieces that were taken out back to the ledger.
 
         Args:
             round_s: time between two rounds.
@@ -174,7 +176,7 @@ class Hand:
             return 0, back
 
     def give_back(self, within_s: float) -> list[Ticket]:
-        """Removes and returns the queued pieces that user code will not begin within some time: others have none."""
+        """Removes and returns the queued pieces that user code will not begin within some time: others get them."""
         with self._lock:
             if self._at_work is None or self.typical_s is None:
                 return []
@@ -193,7 +195,7 @@ class Hand:
             return busy_s < within_s
 
     def due_in(self, round_s: float) -> float:
-        """Returns the seconds until a piece should be asked for, as that at work ends soon; inf: no need or unknown."""
+        """Returns in how many seconds this worker should ask for a piece; inf: it has queued ones, or cannot tell."""
         at_work, typical = self._at_work, self.typical_s
         if at_work is None or typical is None or self._queue:
             return math.inf
