@@ -120,7 +120,7 @@ class Inputs:
         return sum([self._items[channel].size_bytes for channel in self._processor.takes if channel in self._items])
 
     def encoded(self, tag: str, producer: int) -> Encoded:
-        """Returns a value as it came. For the framework."""
+        """Returns a producer's value as it came, still encoded. For the framework."""
         try:
             return self._items[tag, producer]
         except KeyError:
@@ -236,7 +236,7 @@ class Outputs:
         return array
 
     def close(self) -> None:
-        """Sends the filled arrays, and checks that every channel was put. The framework calls it."""
+        """Sends the arrays of `empty`. Raises GraphError if a channel was not put, unless it is optional."""
         if self._filling is not None:
             for tag, consumers, array in self._filling:
                 if consumers:
@@ -268,7 +268,11 @@ class Outputs:
         return tuple([(tag, consumer) for tag, consumers, _ in self._filling or () for consumer in consumers])
 
     def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
-        """Notes that a channel is put, and returns its consumers. Raises GraphError if that is wrong here."""
+        """Notes that a channel is put to those in `to`, or to all its consumers; returns them.
+
+        Raises:
+            GraphError: the processor may not put this.
+        """
         tag = tag if type(tag) is str else str(tag)
         declared = self._processor.outbound.get(tag)
         if declared is None:

@@ -152,7 +152,7 @@ def _print_error(text: str, error: Exception | None = None) -> None:
 
 
 def report_threads() -> None:
-    """Reports threads of the driver for which Python waits. Call this before the process ends.
+    """Starts a timer that prints for which threads of the driver Python still waits. The main thread calls this last.
 
     Python waits for threads that are no daemons, and says nothing.
     """
@@ -174,7 +174,7 @@ def _print_threads() -> None:
 
 
 def driver_main(function: JobFunction[...]) -> None:
-    """Runs the command line of a driver: `tg.main(fit)` at its end. Without a command it runs the job.
+    """Runs the command line of a driver, then exits: `tg.main(fit)` at its end. Without a command it runs the job.
 
     Raises:
         JobError: the argument is no job function, the driver is being imported, or an event loop runs.

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class AttemptEnded(BaseException):
-    """Ends user code whose attempt is over, since the epoch restarts or the node is no longer primary.
+    """Raised in user code whose attempt is over, to end it: the epoch restarts, or the node is no longer primary.
 
     It is no `Exception`, so that `except Exception` in user code does not keep a dead attempt alive. The return value
     of the code is ignored.
@@ -117,7 +117,7 @@ class QueueState(NamedTuple):
 
     Attributes:
         done: each piece of each pass is done, or set aside.
-        left: pieces that are not: of all passes, or of the pass at work if passes are endless.
+        left: the number of other pieces: of all passes, or of the pass at work if passes are endless.
     """
 
     done: bool
@@ -141,7 +141,7 @@ class Work(Protocol):
     @property
     def seed(self) -> int: ...
     def neighbors(self, link: str, task: int | None = None) -> tuple[int, ...]:
-        """Returns the neighbors of a task; None: of this one."""
+        """Returns the neighbors of a task along a link, in this epoch; None: those of the attempt's task."""
 
     def links(self) -> tuple[str, ...]: ...
     def tasks(self) -> int: ...
@@ -158,7 +158,7 @@ class Work(Protocol):
         """Returns how far a queue of the job is. Raises GraphError if that is not known."""
 
     def kept_results(self, tag: str) -> dict[int, Any]:
-        """Returns the results of a map that an earlier attempt of this epoch has left; further ones are added."""
+        """Returns a map's results in earlier attempts of this epoch, by the pieces' places. The caller adds its own."""
 
     @property
     def node_name(self) -> str: ...
@@ -169,14 +169,14 @@ class Work(Protocol):
         """Runs code of the framework in a thread, beside the event loop."""
 
     def run_beside(self, where: str, function: Callable[[], Any]) -> asyncio.Task[None]:
-        """Calls user code beside the coroutine that calls this: in a thread unless it is an `async def`."""
+        """Starts a call of user code beside other code of the task: in a thread unless it is an `async def`."""
 
     def go_on_without(self, call: asyncio.Task[None]) -> None:
-        """Leaves a call of `run_beside` behind: it may outlast the epoch."""
+        """Lets the epoch end without a call of `run_beside`, which is one of `late_calls` until it ends."""
 
     @property
     def late_calls(self) -> Collection[asyncio.Task[None]]:
-        """The calls of the task that were left behind and have not ended."""
+        """The calls passed to `go_on_without`, in this epoch or earlier, that have not ended."""
 
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> Awaitable[None]:
         """Pulls the items of optional channels, each a (tag, producer), and waits until all have arrived."""
@@ -308,7 +308,7 @@ class Epoch(Collectives):
         parallel: bool,
         wrapper: Wrapper | None = None,
     ) -> None:
-        """Adds a processor to the graph. Reuses that of the epoch before if it is declared alike."""
+        """Adds a processor to the graph. Reuses the one of an earlier epoch if that was declared alike."""
         before = composition.before
         if before is not None and composition.add_repeated(
             compute, inbound, outbound, name, parallel, self._work, wrapper
@@ -403,11 +403,14 @@ class Epoch(Collectives):
         return self._tables[name]
 
     def hold(self, why: str) -> Hold:
-        """Keeps the epoch open until released: `with epoch.hold("..."):` or `.release()`."""
+        """Keeps the epoch open until released: `with epoch.hold("..."):` or `.release()`. `status` shows `why`."""
         return Hold(self._work.hold(self._where, why))
 
     def report(self, /, **numbers: float) -> None:
-        """Reports numbers for the progress line, the events and `JobResult.reports`, once per committed epoch."""
+        """Reports numbers: once the epoch commits, in the progress line, its `commit` event and `JobResult.reports`.
+
+        The last number of each name counts. If several tasks report a name, the lowest task's number is shown.
+        """
         self._work.report(plain_numbers(numbers, self._place))
 
     def finish(self) -> None:
@@ -472,7 +475,8 @@ class ComposeEpoch(Epoch):
     """The epoch of a `compose` whose graph may be used for later epochs.
 
     Attributes:
-        asked: True if `compose` used a value that may differ in another epoch, or did something in this epoch.
+        asked: True if `compose` used a value that may differ in another epoch, or did something in this epoch. The
+            graph is then for this epoch only.
     """
 
     __slots__ = ("asked",)
@@ -574,7 +578,7 @@ def _mark_retrieved(answer: asyncio.Future[Encoded]) -> None:
 
 
 def service_ids(epoch: Epoch, title: str) -> tuple[int, ...]:
-    """Returns the task ids of a service of the job, as "table users"; (): there is none."""
+    """Returns the task ids of a service by its title, such as "table users"; (): the job has no such service."""
     return epoch._work.service(title)
 
 
@@ -584,13 +588,13 @@ def job_seed(epoch: Epoch) -> int:
 
 
 def ask_service(epoch: Epoch, to: int, method: str, payload: Any = None) -> Reply:
-    """Calls a handler of a task of a service, as `Epoch.request` does of the user's tasks."""
+    """Sends a request to a task of a service. `Epoch.request` refuses their ids, and is for the user's tasks."""
     epoch._refuse_messages("request")
     return epoch._send_request(to, method, payload)
 
 
 def reply_future(reply: Reply) -> asyncio.Future[Encoded]:
-    """Returns a future of the answer, still encoded. The caller need not wait for it."""
+    """Returns an asyncio future of the answer, still encoded. asyncio logs no error if the caller never awaits it."""
     answer = asyncio.wrap_future(reply._future)
     answer.add_done_callback(_mark_retrieved)
     return answer
@@ -623,7 +627,7 @@ class Reply:
         """Waits for the answer in a worker thread, and returns it. Other hooks of the task may run meanwhile.
 
         Raises:
-            TimeoutError: no answer within `timeout_s`.
+            TimeoutError: no answer within `timeout_s`; None: it waits without a limit.
         """
         return decode(self._work.wait_in_thread(self._future, timeout_s), device=self._work.device)
 

@@ -143,7 +143,7 @@ class ValueNotEncodable(JobError):
 
 
 class StateError(JobError):
-    """State that changed outside a sync point, that snapshot() forgot, or that differs between workers."""
+    """State that changed outside a sync point, that snapshot() forgot, or that is not equal where it must be."""
 
 
 class StepError(JobError):

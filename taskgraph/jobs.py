@@ -117,7 +117,11 @@ class Job(Generic[T]):
         object.__setattr__(self, "backups", max(self.backups, *wanted, 0))
 
     def _check_int(self, name: str, least: int | None, also: str = "", most: int | None = None) -> None:
-        """Raises JobError unless an attribute is an int within these limits. numpy's ints become Python's."""
+        """Raises JobError unless an attribute is an int within these limits. numpy's ints become Python's.
+
+        Args:
+            also: what else the attribute may be, for the message.
+        """
         value = getattr(self, name)
         limit = f" of at least {least}" if least is not None else ""
         try:
@@ -146,11 +150,11 @@ class Job(Generic[T]):
         return {service.title: service.count for service in self._services}
 
     def service(self, title: str) -> tuple[int, ...]:
-        """Returns the task ids of a service, as "table users"; (): there is no such service."""
+        """Returns the task ids of a service by its title, such as "table users"; (): there is no such service."""
         return ids_of(self._services, self.tasks).get(title, ())
 
     def _make_services(self) -> Iterator[Service]:
-        """Yields the services of the job's tables and queues, which it checks."""
+        """Checks the job's tables and queues, keeps them as dicts, and yields their services."""
         for field_, kind in (("tables", "tg.Table"), ("queues", "tg.WorkQueue")):
             given = check_servables(field_, getattr(self, field_), kind)
             object.__setattr__(self, field_, given)
@@ -162,7 +166,7 @@ class Job(Generic[T]):
         return task_id < self.tasks and self._gpu_needs[task_id]
 
     def _ask_gpu_needs(self) -> Iterator[bool]:
-        """Calls `requires_gpu` once for each task: placement needs the answers whenever a node comes or goes."""
+        """Yields for each task if it needs a CUDA device. Placement needs the answers whenever a node comes or goes."""
         asked = self.requires_gpu
         for task_id in range(self.tasks):
             try:
@@ -180,7 +184,7 @@ class Job(Generic[T]):
             if at < service.count:
                 return service.build(at)
             at -= service.count
-        if isinstance(self.builder, type) and not _parameters(self.builder):
+        if isinstance(self.builder, type) and not _required_parameters(self.builder):
             return cast(Callable[[], Task], self.builder)()
         return self.builder(task_id)
 
@@ -217,7 +221,8 @@ class ElasticCall:
     Attributes:
         node: imports and returns the class of its nodes.
         checkpoint_every_s: time between two checkpoints, if the job keeps some.
-        communicator: what makes the totals on nodes that are processes; "": workers send each other their sums.
+        communicator: PyTorch's backend that makes the totals on nodes that are processes: "gloo" or "nccl"; "": workers
+            send each other their sums.
     """
 
     function: Callable[..., Any]
@@ -248,8 +253,8 @@ def _check_builder(builder: Any) -> None:
         return
     if not issubclass(builder, Task):
         raise JobError(f"Job(builder={builder.__name__}): {builder.__name__} is no subclass of tg.Task")
-    if _parameters(builder) not in ([], ["task_id"]):
-        takes = ", ".join(_parameters(builder))
+    if _required_parameters(builder) not in ([], ["task_id"]):
+        takes = ", ".join(_required_parameters(builder))
         raise JobError(
             f"Job(builder={builder.__name__}): its __init__ takes {takes}; give them with "
             f"builder=lambda task_id: {builder.__name__}(...)"
@@ -274,7 +279,7 @@ def _check_builder_takes_an_id(builder: Callable[..., Any]) -> None:
         ) from None
 
 
-def _parameters(builder: type) -> list[str]:
+def _required_parameters(builder: type) -> list[str]:
     """Returns the names of a class's required parameters."""
     parameters = signature(builder).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -342,13 +347,13 @@ class JobFunction(Generic[P]):
         """Parses `name=value` texts, as given with `-o`, to keyword arguments.
 
         Raises:
-            JobError: no such option, or a value that is none of its type.
+            JobError: there is no such option, or a value is not of its type.
         """
         return parse(self.__name__, self.options(), texts)
 
 
 def check_job(job: Any) -> None:
-    """Raises JobError unless it is a job, and says how to make one."""
+    """Raises JobError, which says how to make a job, unless the argument is one."""
     if isinstance(job, JobFunction):
         raise JobError(f"{job.__name__} is a job function, which makes the job: call it, {job.__name__}(...)")
     if not isinstance(job, Job):
@@ -358,7 +363,7 @@ def check_job(job: Any) -> None:
 
 
 def check_job_function(function: Any) -> None:
-    """Raises JobError unless it is a job function, and says what to give instead."""
+    """Raises JobError, which says what to give instead, unless the argument is a job function."""
     if not isinstance(function, JobFunction):
         what = "the job that it makes" if isinstance(function, Job) else getattr(function, "__name__", repr(function))
         raise JobError(f"tg.main takes a function decorated with @tg.job, as in tg.main(fit), not {what}")

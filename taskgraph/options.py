@@ -42,7 +42,7 @@ class OptionInfo:
 
     Attributes:
         type: the annotation, or else the type of the default.
-        required: there is no default.
+        required: there is no default; `default` is None then.
         help: the parameter's text under `Args:` in the function's docstring.
     """
 
@@ -54,7 +54,7 @@ class OptionInfo:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, OptionInfo]:
-    """Returns the options of a function, in the order of its parameters."""
+    """Returns the options of a function, in the order of its parameters; leaves `**kwargs` out."""
     try:
         hints = get_type_hints(function)
     except (
@@ -96,7 +96,7 @@ def help_text(options: dict[str, OptionInfo]) -> str:
 
 
 def _type_text(hint: Any) -> str:
-    """Formats a type, for `--help`."""
+    """Formats a type, for `--help`. Says so if no value of the type can be given on a command line."""
     usable = any(kind is not type(None) and _suggest_for_type(kind) is None for kind in _union_members(hint))
     return _describe_type(hint) if usable else f"{_type_name(hint)} (cannot be given)"
 
@@ -131,7 +131,7 @@ def parse(
 
 
 def check_fields(cls: type, given: Iterable[str], call: str = "") -> None:
-    """Raises JobError if one of the `given` names is no field of a dataclass.
+    """Raises JobError if one of the `given` names is no field of a dataclass, and has no leading underscore.
 
     Args:
         call: what the user called, for messages; "": the class.
@@ -215,7 +215,7 @@ _SCALARS = (type(None), bool, int, float, str)
 
 
 def _parse_option(name: str, text: str, hint: Any) -> Any:
-    """Converts the text of an option to a value of its type. Raises JobError if it is none."""
+    """Converts the text of an option to a value of its type. Raises JobError if the text is no such value."""
     for kind in _narrow_first(hint):
         if _suggest_for_type(kind) is None:
             try:

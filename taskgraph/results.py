@@ -58,13 +58,13 @@ class EpochReport:
 @message
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """In place of the result of a piece that was set aside (`on_error="set aside"`).
+    """Takes the place of a piece's result if the piece was set aside (`on_error="set aside"`).
 
     Attributes:
-        piece: its number, from 0.
-        node: the name of the node that tried it last.
-        traceback: of the last error, as a text.
-        pass_number: of the queue, from 0.
+        piece: the number of the piece, from 0.
+        node: the name of the node that tried the piece last.
+        traceback: the traceback of the last error, as a text.
+        pass_number: the number of the queue's pass, from 0.
     """
 
     piece: int
@@ -186,7 +186,7 @@ def json_pieces(result: JobResult) -> Iterator[str]:
 
 
 def all_equal(values: Collection[Any]) -> bool:
-    """True if values have the same types and bits."""
+    """True if all values have the same types and bits, or there is at most one value."""
     return len(values) < 2 or len({encode(value, what="result").digest for value in values}) == 1
 
 

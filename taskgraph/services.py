@@ -26,7 +26,7 @@ class Service:
     """The tasks of one service.
 
     Attributes:
-        title: for messages and `status`, as "table users".
+        title: for messages and `status`, such as "table users".
         count: how many tasks it has.
         build: makes one of them, from its index within the service.
     """
@@ -38,7 +38,7 @@ class Service:
 
 @runtime_checkable
 class Servable(Protocol):
-    """What a job names in `tables` or `queues`."""
+    """The interface of the objects that a job names in `tables` or `queues`."""
 
     def service(self, name: str, tasks: int) -> Service:
         """Returns the service that this table or queue needs.

@@ -67,7 +67,7 @@ class TaskShape:
     Attributes:
         stateful: the class declares state, or overrides `snapshot`.
         shared: the state that is declared as equal on all tasks, sorted.
-        own: there is state apart from `shared`.
+        own: the class has state beside `shared`.
         receives: the class takes flags or requests: no message may be on its way when its sync points run.
         overrides: names of the hooks that the class defines.
         handlers: request method -> handler.
@@ -225,7 +225,11 @@ def check_declared_once(cls: type, state: Sequence[str], shared: Sequence[str]) 
 
 
 def make_shape(cls: type, base: type, state: Sequence[str], shared: Sequence[str] = ()) -> TaskShape:
-    """Returns the shape of `cls`, a subclass of `base`. Raises JobError if its hooks or handlers are wrong."""
+    """Returns the shape of `cls`, a subclass of `base`. Raises JobError if its hooks or handlers are wrong.
+
+    Args:
+        state: all declared names, also those in `shared`.
+    """
     overrides = frozenset(name for name in _HOOKS if getattr(cls, name) is not getattr(base, name))
     for name in sorted(overrides):
         _check_callable(cls, name, _HOOKS[name])

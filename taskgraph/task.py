@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An event that `Task.on_event` gets. It may come late, or not at all, so it must not change the state."""
+    """An event that `Task.on_event` gets. It may come late, or not at all, so `on_event` must not change the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Task:
 
     `shared=["theta"]` names state that is equal on all tasks at every boundary: `class Fit(tg.Task, shared=["theta"])`.
     The tasks that declare the same names are compared, to the last bit; if they differ, the job fails and names tasks,
-    attribute and epoch. The lowest of them keeps the state for all: backups of the others do not get it.
+    attribute and epoch. The lowest of these tasks keeps the state for all: backups of the others do not get it.
 
     Subclasses add to the state of their bases. Hooks, computes and handlers are `def` (they run in a worker thread) or
     `async def` (on the event loop); two of one task never run at once. `snapshot`, `restore` and `result` are
@@ -141,7 +141,10 @@ class Task:
         raise JobError(f"class {type(self).__name__} must define compose(self, epoch)")
 
     def snapshot(self) -> Any:
-        """Returns the state. It may contain the task's own arrays: they are encoded before other code runs."""
+        """Returns the state: by default the declared attributes as a dict; None: the task has no state.
+
+        It may contain the task's own arrays: they are encoded before other code runs.
+        """
         state = {}
         for name in self.__taskgraph_state__:
             try:
@@ -189,7 +192,7 @@ class Task:
         """Called for each flag. It may write epoch.scratch, but not the state; sync points run after all flags."""
 
     def on_commit(self, number: int, state: Any) -> Any:
-        """Called on the primary after epoch `number` committed, in order, at least once per epoch."""
+        """Called on the primary after epoch `number` committed, with the state: in order, at least once per epoch."""
 
     def on_event(self, event: Event) -> Any:
         """Called for events around this task. It must not change the state."""

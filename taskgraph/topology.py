@@ -184,7 +184,7 @@ def _call_link(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> t
 
 
 def _mark_constant(links: dict[str, Link]) -> Topology:
-    """Makes a topology of links that are the same in every epoch, and so are called once."""
+    """Makes a topology of links that are the same in every epoch, so that their neighbors are cached."""
     _CONSTANT.update(links.values())
     return Topology(links)
 

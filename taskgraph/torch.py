@@ -81,7 +81,7 @@ def _device_array(tensor: torch.Tensor) -> Array | None:
 
 
 def _decode(value: Any) -> torch.Tensor:
-    """Makes the tensor that `_encode` encoded. Raises ValueError if the value is none."""
+    """Makes the tensor that `_encode` encoded. Raises ValueError if the value is no encoded tensor."""
     name, array = value
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):

@@ -130,14 +130,14 @@ def _make_tensor(data: memoryview, named: NamedArray | None, otherwise: str, nam
     """Makes a tensor of a named array, or else of bytes named `otherwise`. Adds its name to `names`, those in use."""
     if named is None:
         return _Tensor(_make_unique(otherwise, names), "U8", (data.nbytes,), data)
-    return _Tensor(_make_unique(_tensor_name(named), names), _safe_name(named.dtype), named.shape, data)
+    return _Tensor(_make_unique(_tensor_name(named), names), _safetensors_dtype(named.dtype), named.shape, data)
 
 
 def _named_arrays(value: Encoded) -> list[NamedArray]:
     """Returns the arrays that are stored as tensors of their own names: those with a buffer of their own first, then
     small ones, as many as the header has room for. Empty ones and unknown dtypes are left out.
     """
-    found = [one for one in outline(value) if _safe_name(one.dtype) and one.data.nbytes]
+    found = [one for one in outline(value) if _safetensors_dtype(one.dtype) and one.data.nbytes]
     found.sort(key=lambda one: one.buffer is None)
     room = _NAMES_BYTES
     for at, one in enumerate(found):
@@ -180,7 +180,7 @@ def _digest(parts: Iterable[memoryview]) -> str:
     return hasher.hexdigest()
 
 
-def _safe_name(dtype: np.dtype[Any]) -> str:
+def _safetensors_dtype(dtype: np.dtype[Any]) -> str:
     """Returns the dtype's name in safetensors; "" for other dtypes and byte orders."""
     if not dtype.isnative or sys.byteorder != "little":
         return ""

@@ -50,7 +50,8 @@ class ExpectedJob:
     """The job that a checkpoint must belong to.
 
     Attributes:
-        services: how many of the tasks each service has, by its title.
+        tasks: how many tasks the job has, with those of services.
+        services: how many of them each service has, by its title.
         any_servers: accept checkpoints with another number of tasks of a service: `launch.moving` writes them again.
         any_driver: accept checkpoints of another version of the driver.
         epochs: the number of epochs of a resumed job: a checkpoint at its end or later is useless. None: no limit, or
@@ -67,11 +68,11 @@ class ExpectedJob:
 
 
 class ChangedJob(CheckpointError):
-    """Another driver, or another number of tasks, wrote this job's checkpoint."""
+    """The job had another driver, or another number of tasks, when it wrote the checkpoint."""
 
 
 class ChangedDriver(ChangedJob):
-    """Another driver wrote the checkpoint, with the right number of tasks."""
+    """The job had another driver, but the right number of tasks, when it wrote the checkpoint."""
 
 
 class OtherFormat(CheckpointError):
@@ -87,7 +88,8 @@ class Manifest:
     """A checkpoint's list of files.
 
     Attributes:
-        services: how many of the tasks each service had, by its title.
+        tasks: how many tasks the job had, with those of services.
+        services: how many of them each service had, by its title.
         files: one for every task with state, and one for task 0, with the reports.
         before: names of earlier checkpoints, newest first; used if this one is corrupt.
     """

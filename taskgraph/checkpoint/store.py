@@ -190,7 +190,7 @@ class CheckpointStore:
         self._remove_files(name, useless, may_go_on)
 
     def _remove_files(self, name: CheckpointName, useless: Callable[[str], bool], may: Callable[[], bool]) -> None:
-        """Removes the `useless` files of an incomplete checkpoint, as long as `may`; then its directory if empty."""
+        """Removes the `useless` files of an incomplete checkpoint while `may()`; then its directory if it is empty."""
         folder = self._path(str(name))
         files = self._place.names(folder)
         if _FINAL in files:
@@ -211,7 +211,7 @@ class CheckpointStore:
         return True
 
     def begin(self, series: int, run: str) -> None:
-        """Notes that a series began at epoch 0, so that `--resume` does not go back to earlier series.
+        """Writes a note that a series began at epoch 0, so that `--resume` does not go back to earlier series.
 
         Raises:
             OSError: the note cannot be written.
@@ -285,8 +285,8 @@ class CheckpointStore:
 
         return [name for name in reversed(self._names()) if seems_complete(name)]
 
-    def highest(self) -> tuple[int, int]:
-        """Returns the highest series and the highest attempt of all checkpoints; (0, 0) if there are none."""
+    def highest_series_and_attempt(self) -> tuple[int, int]:
+        """Returns the highest series, also of notes of `begin`, and the highest attempt of all checkpoints; 0: none."""
         found = self._names()
         series = max((*(n.series for n in found), *self._noted_series()), default=0)
         return series, max((n.attempt for n in found), default=0)

@@ -113,7 +113,7 @@ class Launcher(Protocol):
 
 @runtime_checkable
 class Inside(Protocol):
-    """What a launcher does in the command `submit --wait --within NAME`, which it starts within the cluster."""
+    """What a launcher does in `submit --wait --within NAME`, a command that it starts itself within the cluster."""
 
     async def watch_pods(self, job: str, report: Callable[[str, str, str], Awaitable[None]]) -> None:
         """Reports why nodes go, and why others do not start, until it is cancelled.

@@ -41,7 +41,7 @@ all users of the host can read a command line."""
 
 
 class LocalLauncher:
-    """Starts `taskgraph run` in the background. Without `--etcd` the job's etcd is its own."""
+    """Starts `taskgraph run` in the background. Without `--etcd` that command brings the job's etcd."""
 
     def add_place_options(self, group: argparse._ArgumentGroup) -> None:
         """Adds none: there is one place, this host."""
@@ -172,7 +172,7 @@ async def _drain_nodes(entry: JobEntry, view: JobView, nodes: Sequence[str]) -> 
 
 def _command_log(job: str) -> Path:
     """Returns the file to which commands in the background print."""
-    return Runtime().placed() / f"{job}.log"
+    return Runtime().make_placed_folder() / f"{job}.log"
 
 
 def _log_files(job: str, node: str | None = None) -> Sequence[Path]:
@@ -204,8 +204,8 @@ async def _wait_for(
         what: what the command starts, for messages.
 
     Raises:
-        JobError: it failed, with its last lines.
-        TaskGraphError: it takes too long.
+        JobError: the command failed; with its last lines.
+        TaskGraphError: the command takes too long.
     """
     for _ in range(round(_STARTS_S / _LOOK_S)):
         code = process.poll()

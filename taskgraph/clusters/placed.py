@@ -38,7 +38,7 @@ class PlacedJob:
 
     Attributes:
         on: the launcher's name.
-        where: what its `start` returned.
+        where: what the launcher's `start` returned.
         etcd, tls, node_tls: as in `JobEntry`; etcd is "" if the launcher brought one.
         token: the job's token, hex.
     """
@@ -102,7 +102,7 @@ def _folder() -> Path:
 
 def keep_placed(placed: PlacedJob) -> None:
     """Writes a job's record, in place of one of an earlier job of that name."""
-    path = Runtime().placed() / f"{placed.job}.json"
+    path = Runtime().make_placed_folder() / f"{placed.job}.json"
     with whole_file(path) as file:
         file.write(json.dumps(asdict(placed)).encode())
 

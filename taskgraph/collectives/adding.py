@@ -183,7 +183,7 @@ def _on_device_of_either(layout: Layout, other: Layout) -> Layout:
 def add_two(first: Partial, second: Partial, op: str, allocate: Allocate) -> Partial:
     """Adds two contributions of one layout, or takes their minimum or maximum."""
     if isinstance(first, Sums) and isinstance(second, Sums):
-        return first.add(second, allocate, _UFUNCS[op])
+        return first.add_consuming(second, allocate, _UFUNCS[op])
     assert not isinstance(first, Sums) and not isinstance(second, Sums)
     return add_arrays(first, second, allocate, _UFUNCS[op])
 

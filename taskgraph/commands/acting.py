@@ -39,10 +39,10 @@ from taskgraph.system import host
 from taskgraph.transport.endpoints import host_key
 
 __all__ = [
+    "can_signal",
     "drain",
     "drain_risk",
     "forget",
-    "is_here",
     "kill",
     "kill_risk",
     "shutdown",
@@ -164,7 +164,7 @@ def _is_only_holder(view: JobView, task: int, node: str) -> bool:
     return holds_state(view, task) and node in view.in_sync(task) and not others
 
 
-def is_here(record: NodeRecord) -> bool:
+def can_signal(record: NodeRecord) -> bool:
     """Returns True if we can signal the node: it is on this host, of our user, not the first process of a container."""
     if _folder(record) is None or record.pid == 1:
         return False
@@ -345,7 +345,7 @@ def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
 
 
 async def shutdown(options: argparse.Namespace) -> int:
-    """Ends a job without a result."""
+    """Ends a job without a result, and removes what a launcher (`--on`) made for it."""
     from taskgraph.commands.placing import is_placed, may_remove, remove, stop
 
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from taskgraph.clusters.api import Launcher
     from taskgraph.jobs import JobFunction
 
-__all__ = ["COMMANDS", "USAGE", "add_etcd_options", "add_listen_options", "parser"]
+__all__ = ["COMMANDS", "USAGE", "add_access_options", "add_listen_options", "parser"]
 
 USAGE = 2
 """The exit code of a wrong command line."""
@@ -262,7 +262,7 @@ def parser(words: Sequence[str] = (), *, driver: JobFunction[...] | None = None)
     _add_setting_up(add)
     for name, made in commands.choices.items():  # last, so that `--help` begins with the command's own options
         if name not in ("certs", "map"):
-            add_etcd_options(made)
+            add_access_options(made)
     return top
 
 
@@ -442,8 +442,8 @@ def _add_beginning(made: argparse.ArgumentParser, when: str = "") -> None:
     which.add_argument("--fresh", action="store_true", help=text)
 
 
-def add_etcd_options(made: argparse.ArgumentParser) -> None:
-    """Adds --etcd, and how to get into etcd and to nodes. The environment and taskgraph.toml may give each, too."""
+def add_access_options(made: argparse.ArgumentParser) -> None:
+    """Adds --etcd, --token-file, and the options for users and TLS, of etcd and between nodes."""
     group = made.add_argument_group("etcd (also TASKGRAPH_ETCD, TASKGRAPH_ETCD_USER etc., or taskgraph.toml)")
     group.add_argument(
         "--etcd", metavar="HOST:PORT,...", help="endpoints of your etcd, or a URL of what takes its place"

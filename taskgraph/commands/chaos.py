@@ -60,7 +60,7 @@ async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int)
         await run.keeper.load()
         if not run.keeper.view.running:
             raise JobError(f"job {reached.name} has ended")
-        if not run.here():
+        if not run.nodes_here():
             raise JobError(
                 f"job {reached.name} has no node on this host that chaos can hit: it must run as your user, and not as "
                 f"the first process (pid 1) of a container"
@@ -95,10 +95,10 @@ class _Chaos:
     def _view(self) -> JobView:
         return self.keeper.view
 
-    def here(self) -> list[str]:
+    def nodes_here(self) -> list[str]:
         """Returns the nodes of the job on this host that this process may signal."""
         live = self._view.live_nodes(self._reached.spec.run)
-        return [node for node, record in live.items() if acting.is_here(record)]
+        return [node for node, record in live.items() if acting.can_signal(record)]
 
     async def until_over(self, for_s: float | None) -> int:
         """Causes faults until the job or its launcher ends, `for_s` has passed, or a signal such as Ctrl-C comes.
@@ -187,7 +187,7 @@ class _Chaos:
                 fault = draw(
                     self._rng,
                     self._view,
-                    here=self.here(),
+                    here=self.nodes_here(),
                     unwell=self._unwell,
                     kinds=self._kinds,
                     ttl_s=ttl_s,

@@ -52,11 +52,11 @@ __all__ = [
     "known_at",
     "listening_of",
     "node_tls_of",
+    "obey_ending_signals",
     "on_ending_signals",
     "reach",
     "restore_signals",
     "see_text",
-    "take_orders",
     "token_for",
     "token_of",
     "wait_until_launcher_gone",
@@ -432,7 +432,7 @@ def on_ending_signals(react: Callable[[int], object]) -> None:
         loop.add_signal_handler(number, handle, number)
 
 
-def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obey: Callable[[], None]) -> None:
+def obey_ending_signals(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obey: Callable[[], None]) -> None:
     """Makes the running loop call `obey` on each of `ending_signals` that does not repeat another (`Orders`).
 
     After the job has finished, the first signal only prints a warning: ending now would lose the results.

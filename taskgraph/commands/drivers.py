@@ -15,7 +15,7 @@ __all__ = ["job_of"]
 
 
 def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Job:
-    """Makes the job of the named driver, with its options and settings; raises JobError if that fails."""
+    """Makes the job of `function`, or else of the named driver, with its options and settings. Raises JobError."""
     function = function or load_driver(options.driver)
     job = make_job(function, function.parse_options(options.option or ()))
     open_missing()  # the driver may have closed standard streams

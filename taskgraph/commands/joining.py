@@ -27,10 +27,10 @@ from taskgraph.commands.common import (
     known_at,
     listening_of,
     node_tls_of,
+    obey_ending_signals,
     reach,
     restore_signals,
     see_text,
-    take_orders,
     token_of,
     wait_until_launcher_gone,
 )
@@ -134,7 +134,7 @@ async def _launch(options: argparse.Namespace) -> int:
         runtime.join(entry)
         never_wait()
         shown = JobProgress(reached.name, reached.spec.own_tasks, reached.spec.epochs, reached.spec.backups)
-        shown.follow(follower.view)
+        shown.set_view(follower.view)
         await follower.start(shown.event)
 
         def on_start(nodes: LocalNodes) -> None:
@@ -240,7 +240,7 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
         text = f"the nodes started here hand over their tasks, and leave within {within_s:g} s (drain_s)"
         say(f"{text}; once more to end them at once", anew=True)
 
-    take_orders(finished=lambda: follower.finished, obeyed=leave.is_set, obey=obey)
+    obey_ending_signals(finished=lambda: follower.finished, obeyed=leave.is_set, obey=obey)
 
 
 async def _values_text(reached: FoundJob) -> str:
@@ -285,7 +285,7 @@ def _remove_entry(runtime: Runtime, entry: JobEntry) -> None:
 
 
 def node(options: argparse.Namespace) -> int:
-    """Runs one node in this process."""
+    """Runs one node in this process, and ends the process with it."""
     if not is_name(options.job):  # the node would wait for ever
         raise JobError(f"--job {options.job!r}: no job can have that name: {NAME_RULE}")
     if options.drained_code not in _DRAINED_CODES:
@@ -318,7 +318,7 @@ def node(options: argparse.Namespace) -> int:
             etcd=etcd,
             token=token,
             tls=tls,
-            sockets=str(Runtime().sockets(options.job).path),
+            sockets=str(Runtime().make_socket_folder(options.job).path),
             listening=listening,
             node_tls=node_tls,
             drained_code=options.drained_code,

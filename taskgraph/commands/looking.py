@@ -25,7 +25,7 @@ from taskgraph.launch.follow import client_of, find_kept, follow_events, kept_ev
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import clock_text, counted, fit_screen, kept_json, status_json
+from taskgraph.observe.format import clock_text, counted, ended_status_json, fit_screen, status_json
 from taskgraph.observe.incidents import Incidents
 from taskgraph.observe.queues_text import set_aside_text
 from taskgraph.observe.screen import one_line, printable, say, takes_codes
@@ -50,7 +50,7 @@ _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 
 
 def _find_kept_here(options: argparse.Namespace) -> KeptJob | None:
-    """Returns the record that this host kept of an ended job; None: it has none, or the options name an etcd."""
+    """Returns this host's record of an ended job; None: it has none, the job runs here, or the options name an etcd."""
     runtime = Runtime()
     if etcd_of(options) is not None or not options.job or runtime.find(options.job) is not None:
         return None
@@ -227,7 +227,7 @@ def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
     """Prints the status of an ended job, of which this host kept the record."""
     found = kept.parsed_result if kept.result else None
     if as_json:
-        print(json.dumps(kept_json(name, kept.status, found, elastic=kept.elastic)))
+        print(json.dumps(ended_status_json(name, kept.status, found, elastic=kept.elastic)))
         return
     reason = kept.status.reason if kept.status is not None else ""
     done = f"   {counted(found['epochs'], 'sum' if kept.elastic else 'epoch')}" if found else ""

@@ -23,7 +23,7 @@ __all__ = ["map_command"]
 
 
 def map_command(options: argparse.Namespace) -> int:
-    """Prints the results as lines of JSON, in the order of the pieces."""
+    """Calls a function with each piece on nodes; prints the results as lines of JSON, in the order of the pieces."""
     function, pieces = _import_function(options.function), _read_pieces(options)
     results = imap(
         function,

@@ -73,7 +73,7 @@ def draw(
     Args:
         here: nodes of this host.
         unwell: nodes that were hit and are not back: they are not hit again, and do not count as healthy.
-        lossy: also hit the only replica of a task.
+        lossy: also hit the only replica of a task, or the only worker.
     """
     targets = sorted(  # sorted, so that one seed draws one fault from one view
         node

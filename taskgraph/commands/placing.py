@@ -46,7 +46,7 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
         print(launcher.text(request), end="")
         return 0
     launcher.text(request)  # what is wrong is said before anything is written
-    Runtime().placed()
+    Runtime().make_placed_folder()
     before = Runtime().finished(request.job)
     token = token_for(options)
     request = dataclasses.replace(

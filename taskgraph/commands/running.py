@@ -17,8 +17,8 @@ from taskgraph.commands.common import (
     etcd_of,
     listening_of,
     node_tls_of,
+    obey_ending_signals,
     restore_signals,
-    take_orders,
     token_for,
 )
 from taskgraph.commands.drivers import job_of
@@ -28,14 +28,14 @@ from taskgraph.launch.access import Access
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.kept import status_of
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.logs import has_user_lines, passing_on
+from taskgraph.launch.logs import has_user_lines, showing_task_logs
 from taskgraph.launch.run import arun
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.shown import JobProgress
 from taskgraph.launch.supervise import Hooks
 from taskgraph.network.listening import Listening
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import counted, kept_json
+from taskgraph.observe.format import counted, ended_status_json
 from taskgraph.observe.queues_text import set_aside_text
 from taskgraph.observe.screen import say
 from taskgraph.observe.values_text import values_text
@@ -80,7 +80,7 @@ class _Run:
 
     def _on_start(self, follower: Collector, nodes: LocalNodes) -> None:
         """Called once the nodes are started: notes them and the job's follower, and shows their output if asked to."""
-        self._shown.follow(follower.view)
+        self._shown.set_view(follower.view)
         self._follower, self._nodes = follower, nodes
         self._logs = Runtime().kept_logs(self._job.name)
         if self._options.logs:
@@ -115,11 +115,11 @@ class _Run:
                 ),
             )
         )
-        self._take_orders(running)
+        self._obey_ending_signals(running)
         here = options.logs and not options.nodes  # show what tasks print in this process
         try:
             async with shown:
-                with passing_on(shown.line) if here else contextlib.nullcontext():
+                with showing_task_logs(shown.line) if here else contextlib.nullcontext():
                     result = await running
                 shown.end(result.reports)
         except JobFailed as error:
@@ -138,7 +138,7 @@ class _Run:
         self._show(result)
         return 0
 
-    def _take_orders(self, running: asyncio.Future[JobResult]) -> None:
+    def _obey_ending_signals(self, running: asyncio.Future[JobResult]) -> None:
         """Makes the first Ctrl-C (SIGTERM, SIGHUP) end the job in good order, and the second at once."""
 
         def obey() -> None:
@@ -150,7 +150,7 @@ class _Run:
             elif self._nodes is not None:
                 self._nodes.kill_now()
 
-        take_orders(finished=lambda: self._finished, obeyed=lambda: self._interrupted, obey=obey)
+        obey_ending_signals(finished=lambda: self._finished, obeyed=lambda: self._interrupted, obey=obey)
 
     def _left_text(self, interrupted: asyncio.CancelledError) -> str:
         """Returns what is left of the job, and how to continue it."""
@@ -175,7 +175,7 @@ class _Run:
         if self._options.json:
             self._new_line()
             elastic = self._job.elastic is not None
-            print(json.dumps(kept_json(self._job.name, status_of(error), None, elastic=elastic)), flush=True)
+            print(json.dumps(ended_status_json(self._job.name, status_of(error), None, elastic=elastic)), flush=True)
 
     def _show(self, result: JobResult) -> None:
         """Prints the result, and where the output of tasks is."""

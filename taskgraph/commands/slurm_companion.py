@@ -120,7 +120,7 @@ class _Companion:
 
     @asynccontextmanager
     async def _etcd(self, host: str | None) -> AsyncIterator[EmbeddedEtcd | None]:
-        """Runs the job's etcd for a block, if it brings one, and writes where it listens."""
+        """Runs the job's own etcd on `host` for a block, and writes where it listens; `host` is None: it has none."""
         if host is None:
             yield None
             return

@@ -52,7 +52,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
     shown = JobProgress(reached.name, spec.own_tasks, spec.epochs, spec.backups, elastic=spec.elastic)
     follower = Collector(reached.coordinator, spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start(shown.event)
-    shown.follow(follower.view)
+    shown.set_view(follower.view)
     waiting = asyncio.current_task()
     assert waiting is not None
     on_ending_signals(lambda _: waiting.cancelling() or waiting.cancel())  # a second one must not break the first off

@@ -114,7 +114,7 @@ class Merging:
             first, second = halves(above)
             if not (first in self._held and second in self._held):
                 return
-            self._held[above] = self._held.pop(first).add(self._held.pop(second), self._allocate)
+            self._held[above] = self._held.pop(first).add_consuming(self._held.pop(second), self._allocate)
             span = above
 
     def take(self, encode: Callable[[Sequence[Sums]], EncodedSums | None]) -> FinishedParts | None:

@@ -82,7 +82,7 @@ class Contributions:
     def merge(self, span: Span) -> None:
         """Replaces the sums of both halves of a span by their sum."""
         first, second = halves(span)
-        self._own[span] = self._own.pop(first).add(self._own.pop(second), self._node.router.allocate)
+        self._own[span] = self._own.pop(first).add_consuming(self._own.pop(second), self._node.router.allocate)
 
     def drop(self, spans: Iterable[Span]) -> None:
         """Deletes this worker's own sums of these spans, which do not count."""

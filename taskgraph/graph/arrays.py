@@ -62,7 +62,7 @@ class _DecodedMark(Finalizer[Array]):
     """Marks the base of a decoded array: its memory belongs to an encoded value, and never changes.
 
     Attributes:
-        value_id: meta and digest of the value, if the array is the whole value.
+        value_id: meta and digest of the value, if the array is the whole value; None: it is not.
         blocks: the digests of the memory's blocks (`digests`), if `immutable_copy` made it; otherwise not set.
     """
 
@@ -93,7 +93,7 @@ def _find_mark(base: object) -> _DecodedMark | None:
 
 
 def small_bytes(array: Array) -> bytes:
-    """Returns the elements in C order as bytes, with zeros as padding."""
+    """Returns the elements in C order as bytes, with zeros in place of padding."""
     if dtypes.padding(array.dtype) is None or not array.nbytes:
         return array.tobytes()
     return PendingCopy(array, None).make().tobytes()
@@ -160,6 +160,8 @@ _known_dtypes: Final = {kind: _dtype_and_itemsize(kind) for kind in _SCALAR_TYPE
 class PendingCopy:
     """A pending copy of an array's elements in C order.
 
+    Call `begin`, `digest` for all bytes, then `seal`: the copy is made with the digest. Or call `make`.
+
     Args:
         allocate: gives the memory for the copy, if it has some.
     """
@@ -223,7 +225,7 @@ class PendingCopy:
 class SmallParts:
     """Collects the elements of a value's small arrays, each aligned to `PART_ALIGN` bytes.
 
-    They become a part of meta (`join`), or a buffer (`begin`, `digest`, `seal`).
+    They become a part of meta (`join`), or a buffer (`begin`, then `digest` for all bytes, then `seal`).
 
     Args:
         allocate: gives the memory of the buffer, if it has some.
@@ -315,7 +317,11 @@ def _is_immutable(array: Array) -> bool:
 
 
 def immutable_base(data: memoryview, whole: tuple[bytes, bytes] | None = None) -> Array:
-    """Returns an array over a buffer, as the base of views. It marks the memory as immutable."""
+    """Returns an array over a buffer, as the base of views, and marks the memory as immutable.
+
+    Args:
+        whole: meta and digest of the value, if the value is this array alone.
+    """
     # np.frombuffer, since np.ndarray() would make the object behind the memoryview the base, maybe a writable one.
     base = _frombuffer(data if data.readonly else data.toreadonly(), _uint8)
     mark = _DecodedMark(base, _drop_mark)
@@ -337,7 +343,7 @@ def immutable_copy(parts: Iterable[Array]) -> NDArray[np.uint8]:
 
 
 def known_blocks(buffer: object) -> bytes | None:
-    """Returns the digests of the blocks of a buffer that is what `immutable_copy` made; None for any other."""
+    """Returns the digests of a buffer's blocks if the buffer is all of what `immutable_copy` made; else None."""
     if type(buffer) is not memoryview:
         return None
     base: Any = buffer.obj

@@ -13,7 +13,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.graph.values import digest_of
 from taskgraph.protocol.messages import Encoded, Kept
 
-__all__ = ["changes_since", "with_kept"]
+__all__ = ["apply_changes", "changes_since"]
 
 _SENT = -1
 
@@ -34,8 +34,8 @@ def changes_since(value: Encoded, base: Encoded) -> tuple[Encoded, Kept] | None:
     return Encoded(value.meta, sent, digest_of(value.meta, sent)), Kept(base.digest, places, value.digest)
 
 
-def with_kept(part: Encoded, kept: Kept, base: Encoded) -> Encoded:
-    """Returns the whole value of which `changes_since` gave a part: with the buffers that it left out.
+def apply_changes(part: Encoded, kept: Kept, base: Encoded) -> Encoded:
+    """Returns the whole value of which `changes_since` gave a part: takes the other buffers from `base`.
 
     Raises:
         DecodeError: the part and `base` do not have the buffers that `kept` names.

@@ -202,7 +202,7 @@ def _check_constructor(cls: type, init: frozenset[str]) -> None:
 
 
 def _same_class(one: type, other: type) -> bool:
-    """Tells if both come from one class statement, which may have run twice: a notebook cell that is run again, a
+    """True if both come from one class statement, which may have run twice: a notebook cell that is run again, a
     driver that is loaded as a module and as `__main__`."""
     return one.__qualname__ == other.__qualname__ and _source_file(one) == _source_file(other)
 

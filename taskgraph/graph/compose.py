@@ -47,7 +47,7 @@ Links = Mapping[str, Any] | None
 
 
 class Wrapper(Protocol):
-    """Makes a compute of a function that is called otherwise. Wrappers of two epochs that are equal do the same."""
+    """Makes a compute of a function that takes other arguments. Equal wrappers make computes that do the same."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -55,11 +55,11 @@ class Wrapper(Protocol):
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Tags of channels that are empty in some epochs: what the processor knows says in which, on both sides."""
+        """Tags of channels that carry no item in some epochs. Producer and consumer both know in which."""
 
     @property
     def derives(self) -> Derived | None:
-        """The result that the processor derives. It runs only in epochs in which that is necessary."""
+        """The local channel whose item the processor derives, in epochs that need this; None: it runs in all epochs."""
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `compute(epoch, ins, outs)`."""
@@ -72,7 +72,7 @@ class Derived:
     Attributes:
         tag: of the local channel.
         source: the inbound channel, (tag, producer).
-        mark: digest of the item that makes the processor run. It supplies the item of the local channel.
+        mark: if the inbound item has this digest, the processor runs, and supplies the item of the local channel.
     """
 
     tag: str
@@ -80,11 +80,11 @@ class Derived:
     mark: bytes
 
 
-class Linked(Protocol):
+class LinkResolver(Protocol):
     """Resolves a task's links to neighbors in the epoch that is composed."""
 
     def neighbors(self, link: str) -> tuple[int, ...]:
-        """Returns the tasks that a link leads to. Raises JobError if there is no such link, or it leads to no task."""
+        """Returns the tasks that a link leads to. Raises JobError if the link is unknown, or names a wrong task."""
 
 
 @frozen
@@ -145,7 +145,7 @@ class Graph:
         channels_in: (tag, producer) of every inbound channel that is pulled in every epoch, each once.
         channels_out: (tag, consumer) of every outbound channel.
         declarations: one for each processor; empty if one of them cannot be compared with the next epoch's.
-        collectives: their tags.
+        collectives: the tags of the collectives whose results the task gets.
         derived: source -> the local channel that has its item, and the processor that may derive it.
     """
 
@@ -239,7 +239,7 @@ class Composition:
         outbound: Links,
         name: str | None,
         parallel: bool,
-        work: Linked,
+        work: LinkResolver,
         wrapper: Wrapper | None = None,
     ) -> bool:
         """Takes the processor of `before` if its declaration in this place is equal. Returns False if not: call `add`.
@@ -272,7 +272,7 @@ class Composition:
         self._repeated = at + 1
         return True
 
-    def _links_unchanged(self, links: tuple[tuple[str, tuple[int, ...]], ...], work: Linked) -> bool:
+    def _links_unchanged(self, links: tuple[tuple[str, tuple[int, ...]], ...], work: LinkResolver) -> bool:
         for link, ids in links:
             if link not in self.linked:
                 try:

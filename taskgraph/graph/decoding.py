@@ -28,6 +28,10 @@ _NUMBERS: Final = "biufcmM"
 class Reader:
     """Decodes one value from its buffers and its meta up to `end`, where the trailer begins.
 
+    Args:
+        on_device: the numbers of the arrays that were on a device. With a `device` they are decoded to it.
+        writable: decode to fresh arrays that the caller may write to.
+
     Attributes:
         extensions: maps the code of an extension to the function that decodes its payload.
     """

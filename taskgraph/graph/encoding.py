@@ -47,7 +47,7 @@ class _NotPlain(Exception):
 
 
 class Writer:
-    """Converts one value to a tree, and collects its buffers.
+    """Converts one value to a tree, and collects its buffers. The arguments beside `careful` are those of `encode`.
 
     Args:
         careful: check each integer and text. Otherwise values that MessagePack lacks raise `_NotPlain`.

@@ -38,7 +38,7 @@ class NamedArray:
 
 
 def outline(encoded: Encoded) -> list[NamedArray]:
-    """Lists the value's arrays, in the order of their encoding.
+    """Lists the value's arrays, in the order of their encoding, without those of mixed memory order.
 
     Raises:
         DecodeError: the bytes are not a value.
@@ -49,9 +49,10 @@ def outline(encoded: Encoded) -> list[NamedArray]:
 
 
 def decode_untyped(encoded: Encoded) -> Any:
-    """Decodes a value whose types need not be declared here: what has a codec or is a message becomes a stub.
+    """Decodes a value whose types need not be declared here.
 
-    Its arrays are read-only views on the encoded bytes.
+    A message becomes a stub with its fields. A value of a codec becomes what the codec had made of it. Arrays are
+    read-only views on the encoded bytes.
 
     Raises:
         DecodeError: the bytes are not a value.

@@ -51,7 +51,7 @@ def empty_array(size: int, dtype: np.dtype[Any], allocate: Allocate | None) -> N
 
 
 def read_only(array: NDArray[Any], library: str) -> NDArray[Any]:
-    """Makes an array read-only, and returns it, whatever the library: a `give` of `make_tree`."""
+    """Makes an array read-only, and returns it, whatever the library. `make_tree` takes this as `give`."""
     array.flags.writeable = False
     return array
 
@@ -82,7 +82,7 @@ def make_tree(
 
     Args:
         arrays: dtype -> the flat elements.
-        at: dtype -> the next element.
+        at: dtype -> the index of its next element; grows as elements are taken.
         give: makes an array of the tree, from a view of the elements and the name of its library.
     """
     kind = layout[0]

@@ -46,10 +46,11 @@ class Sums:
     """The sum of the trees of some parts.
 
     Attributes:
-        layout: of the tree.
+        layout: the layout of the tree.
         arrays: flat and C-contiguous, one for each dtype, in the order of the dtypes' first elements in the tree.
         collected: part -> the encoded tree that it collected, in the order of the parts.
-        workers: the name of the worker that computed it; if trees differ, of a worker with each of the two; or empty.
+        workers: the name of the worker that computed the sum; if trees differ, of a worker with each of the two; or
+            empty: not known.
     """
 
     __slots__ = ("arrays", "collected", "layout", "workers")
@@ -64,10 +65,10 @@ class Sums:
 
     @classmethod
     def of(cls, tree: Any, collected: Mapping[int, Encoded] | None = None, allocate: Allocate | None = None) -> Sums:
-        """Copies a tree, but for the arrays of sums in it, which are taken: no other code may use them.
+        """Makes the sum of a tree. Copies its arrays, but uses those of sums in it: no other code may use these.
 
         Raises:
-            JobError: something in it cannot be summed.
+            JobError: something in the tree cannot be summed.
         """
         found = _Elements()
         layout = _take_tree(tree, found, "")
@@ -109,13 +110,13 @@ class Sums:
         """True if the added trees had different layouts: the sum has no elements, and cannot become a tree."""
         return bool(self.layout[0] == _UNLIKE)
 
-    def add(self, other: Sums, allocate: Allocate | None = None, by: np.ufunc = np.add) -> Sums:
-        """Returns the sum of two sums, of which `other` has the later parts. See `is_unlike` where they differ.
+    def add_consuming(self, other: Sums, allocate: Allocate | None = None, by: np.ufunc = np.add) -> Sums:
+        """Returns the sum of two sums, of which `other` has the later parts. If their layouts differ, it `is_unlike`.
+
+        Adds into the arrays of this sum, which must not be used then, unless they are read-only (sent or received).
 
         Args:
             by: adds two arrays, or takes their minimum or maximum.
-
-        Uses the arrays of this sum, unless they were sent or received: then they are read-only.
         """
         if self.layout != other.layout:
             unlike = next((each for each in (self, other) if each.is_unlike), None)
@@ -174,11 +175,11 @@ class Sums:
 
 
 def add_up(held: Mapping[Span, Sums], span: Span, allocate: Allocate | None = None) -> Sums:
-    """Returns the sum of a span, along the tree, in the memory of a sum that was not sent, or in new memory."""
+    """Returns the sum of a span: adds the sums in `held` along the tree, and uses them up as `add_consuming` does."""
     if span in held:
         return held[span]
     first, second = halves(span)
-    return add_up(held, first, allocate).add(add_up(held, second, allocate), allocate)
+    return add_up(held, first, allocate).add_consuming(add_up(held, second, allocate), allocate)
 
 
 def join_slices(whole: Sums, slices: Sequence[Sums], allocate: Allocate | None = None) -> Sums:
@@ -267,7 +268,7 @@ def _take_tree(tree: Any, found: _Elements, where: str) -> Layout:
 
 
 def _as_numpy(value: Any, where: str) -> tuple[str, NDArray[Any]]:
-    """Returns the library of an array, and its elements on the host. Raises JobError if the value is none."""
+    """Returns the library of an array, and its elements on the host. Raises JobError if the value is no array."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         tensor = value.detach()

@@ -63,6 +63,9 @@ class Access:
 def configured(name: str) -> str | None:
     """Returns a value from the environment (`TASKGRAPH_ETCD`), else from `taskgraph.toml` in the working directory;
     None: neither has it.
+
+    Raises:
+        JobError: the file cannot be read, says something wrong, or may be another user's.
     """
     given = os.environ.get(f"TASKGRAPH_{name.upper()}")
     if given:
@@ -84,7 +87,7 @@ def configured(name: str) -> str | None:
 
 
 def _is_own_file(path: Path) -> bool:
-    """Says whether the file is there, and checks its owner: it names the etcd, which decides what code nodes run.
+    """True if the file is there. Checks its owner, since the file names the etcd, which decides what code nodes run.
 
     Raises:
         JobError: the file cannot be looked at; or any user may have put it there, as into /tmp.
@@ -192,7 +195,10 @@ def node_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
 
 
 def insecure_listen(given: bool | None = None) -> bool:
-    """Says whether nodes may listen beyond loopback without TLS.
+    """True if nodes may listen beyond loopback without TLS.
+
+    Args:
+        given: True: an option says so; else the environment, then `taskgraph.toml` decide.
 
     Raises:
         JobError: the configured word is neither yes nor no.
@@ -227,7 +233,7 @@ def _password(path: str | None) -> tuple[str | None, Path | None]:
 
 
 def advice(error: CoordinationError) -> str:
-    """Says what to do if etcd refuses the user, the password or TLS; "": nothing is known about this error."""
+    """Returns what to do if etcd refuses the user, the password or TLS; "": nothing is known about this error."""
     from taskgraph.coordination.etcd.failures import PermissionRefused
 
     said = str(error)

@@ -27,7 +27,7 @@ takes 60 times the memory of an array."""
 
 
 def is_complete(found: Sequence[TaskResult], tasks: int) -> bool:
-    """Says whether these are the results of all tasks, of one (epoch, attempt)."""
+    """True if these are the results of all tasks, of one (epoch, attempt)."""
     return sorted(r.task for r in found) == list(range(tasks)) and len({(r.epoch, r.attempt) for r in found}) == 1
 
 
@@ -94,7 +94,7 @@ def _failed(pieces: Iterable[tuple[int, int, str, str]]) -> tuple[Failed, ...]:
 
 
 def mib(size: int) -> str:
-    """Writes a size in bytes for people."""
+    """Formats a size in bytes, in MiB, for people."""
     return f"{size / (1 << 20):.1f} MiB"
 
 

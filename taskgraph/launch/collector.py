@@ -62,8 +62,8 @@ class Collector(Follower):
 
     Attributes:
         kept: the result that was collected, or why it will never be.
-        only_on_nodes: why the job's nodes alone keep a result that was collected; they were not let go.
-        unreachable: why the last node that was asked did not answer; None: it computes its results.
+        only_on_nodes: why the job's nodes alone keep a result that was collected, and may not leave; "": they do not.
+        unreachable: why a node did not answer; None: none failed to, or one has said since that it still computes.
     """
 
     def __init__(self, coordinator: Coordinator, spec: JobSpec, token: bytes, tls: Tls | None = None) -> None:
@@ -193,9 +193,9 @@ class Collector(Follower):
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
 
     async def let_go(self, found: list[TaskResult], result: JobResult) -> None:
-        """Takes a copy of the run's result, and lets the nodes go.
+        """Lets the nodes leave: writes `collected` to etcd, with a copy of the run's result if it fits there.
 
-        If etcd does not take it, the nodes leave after `results_kept_s`.
+        Sets `kept` to a copy for this host. If etcd does not answer, the nodes leave after `results_kept_s`.
         """
         here, in_etcd = await _in_thread(lambda: make_copies(result, size_bytes(found)))
         returned = ": the run has returned them"
@@ -259,7 +259,7 @@ class Collector(Follower):
         )
 
     async def mark_uncollected(self, why: str) -> None:
-        """Writes why the values of a finished job are not kept, once no node is left that has them."""
+        """Writes `collected` with the reason why a finished job's values are not kept, once no node has them."""
         await self._mark_collected(KeptJob(not_kept=why))
 
     async def wait_until_taken(self, here: asyncio.Future[Any]) -> None:

@@ -51,7 +51,7 @@ def deal(devices: Sequence[str], first: int, nodes: int) -> list[str | None]:
 
 
 def count_sharing(dealt: Sequence[str | None]) -> list[int]:
-    """Counts for each node the nodes that compute on its device, which is the first that it has."""
+    """Counts for each node the nodes, itself included, that compute on its device: the first that it has."""
     firsts = [own if own is None else own.partition(",")[0] for own in dealt]
     count = Counter(firsts)
     return [count[first] for first in firsts]

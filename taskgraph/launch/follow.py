@@ -64,7 +64,7 @@ def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> Contr
 
 @contextlib.asynccontextmanager
 async def if_etcd_answers(within_s: float) -> AsyncIterator[None]:
-    """Runs an optional block, and leaves it if etcd refuses or does not answer in time."""
+    """Runs a block that may be given up: ends it silently if etcd refuses, or after `within_s`."""
     with contextlib.suppress(CoordinationError, TimeoutError):
         async with asyncio.timeout(within_s):
             yield
@@ -78,7 +78,7 @@ async def kept_events(coordinator: Coordinator, job: str) -> list[Event]:
 async def find_kept(coordinator: Coordinator, name: str) -> KeptJob | None:
     """Returns what etcd has of a job, also while the job runs; None: there is no such job.
 
-    If etcd does not have the whole result, and this host keeps that of the same run, that is returned.
+    If etcd does not have the whole result, and this host keeps the result of the same run, returns what this host has.
     """
     keys = Keys(name)
     spec, status = await coordinator.get(keys.spec), await coordinator.get(keys.status)
@@ -155,7 +155,7 @@ class Follower:
         return status.record if status is not None and self._is_ours else None
 
     async def events_of_run(self) -> list[Event]:
-        """Returns the followed run's events in etcd; none if its keys are gone.
+        """Returns the followed run's events in etcd; none if another run has the job's name now.
 
         Raises:
             CoordinationError: etcd does not answer.
@@ -190,7 +190,7 @@ class Follower:
             await service
 
     async def stop(self) -> None:
-        """Cancels what follows the job in the background."""
+        """Stops following: cancels the services that `start` started, and waits for their end."""
         await cancel_and_wait(*self._services)
         self._services.clear()  # their frames refer to this object
 
@@ -200,7 +200,7 @@ class Follower:
             self._report(event)
 
     def _report(self, event: Event) -> None:
-        """Passes an event to `on_event`, unless it was passed before."""
+        """Passes an event to `on_event` and to the incidents, unless it was passed before."""
         # Other followers word the cost of the same failure with their own times of commits.
         known = (event.at, event.node, str(event.fields.get("node")) if event.kind == FAILOVER else event.text)
         if self._on_event is None or known in self._reported:
@@ -264,7 +264,7 @@ class Follower:
             self._report(event)
 
     async def _follow_leader(self, on_event: Callable[[Event], None]) -> None:
-        """Takes commits from the leader itself: they are too many for etcd."""
+        """Streams events, mainly commits, from the leader and its successors, until cancelled. etcd has no commits."""
         last = -1
         while True:
             await self.keeper.wait_until(lambda v: v.leading_node in v.nodes, structure=True)
@@ -314,7 +314,7 @@ class Follower:
         return status.record if status else StatusRecord(state=JobStatus.CANCELLED, reason=DELETED)
 
     async def cancel_job(self, reason: str, *, state: str = JobStatus.CANCELLED) -> bool:
-        """Ends the job if it runs, and keeps that as an event. Returns True if this call ended it.
+        """Ends the job if it runs: writes `state`, and an event of that kind. Returns True if this call ended the job.
 
         Raises:
             CoordinationError: etcd does not answer, or others write faster than we read.

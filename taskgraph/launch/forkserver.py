@@ -58,7 +58,7 @@ class ForkServer:
     Args:
         folder: for its own output, until it ends.
         blas_threads: for the environment, which numpy reads when it is loaded.
-        fork: None: if the system can do it.
+        fork: False: each node is a process that loads its modules itself; None: it forks if the system can.
     """
 
     def __init__(self, folder: Path, blas_threads: int, *, fork: bool | None = None) -> None:
@@ -97,7 +97,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
-            with os.fdopen(_log_file(self._log), "ab") as output, theirs:
+            with os.fdopen(_open_log(self._log), "ab") as output, theirs:
                 process = await asyncio.create_subprocess_exec(
                     *command("taskgraph.node.process", str(theirs.fileno())),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -124,7 +124,7 @@ class ForkServer:
         """
         read_end, write_end = os.pipe()
         try:
-            output = _log_file(log_path)
+            output = _open_log(log_path)
             try:
                 process = await (self._fork_node if self._fork else self._start_alone)(config, (read_end, output))
             finally:
@@ -210,7 +210,7 @@ def _send_request(asked: socket.socket, config: NodeConfig, fds: tuple[int, int]
         socket.send_fds(asked, [request], fds)
 
 
-def _log_file(path: Path) -> int:
+def _open_log(path: Path) -> int:
     """Opens a log that only the owner can read, whatever the umask."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 

@@ -153,17 +153,17 @@ class InProcessCluster:
             await coordinator.close()
 
     def node(self, node_id: str) -> Node:
-        """Returns a node of a task graph."""
+        """Returns a node by its id; only for a job that is no elastic one."""
         return cast(Node, self._members[node_id].node)
 
     @property
     def living(self) -> list[NodeLife]:
-        """Returns the nodes that live."""
+        """The nodes that have neither crashed nor ended."""
         return [m.node for m in self._members.values() if not m.crashed and not m.run.done()]
 
     @property
     def nodes(self) -> list[Node]:
-        """Returns the nodes of a task graph that live."""
+        """The living nodes of a task graph; [] if the job is elastic."""
         return cast(list[Node], self.living) if self.job.elastic is None else []
 
     @property
@@ -171,7 +171,7 @@ class InProcessCluster:
         return self._events
 
     def crash(self, node_id: str) -> None:
-        """Ends a node as kill -9 would: nothing that it does from now on has an effect. Its launcher notices."""
+        """Ends a node as kill -9 would: nothing that it does from now on has an effect. Writes that it is gone."""
         member = self._members[node_id]
         if member.crashed:
             return
@@ -186,7 +186,7 @@ class InProcessCluster:
             self.store.revoke(lease)
 
     async def result(self, timeout_s: float | None = None) -> JobResult:
-        """Waits for the job's end; returns its result or raises JobFailed."""
+        """Waits for the job's end; returns its result, or raises JobFailed, JobTimeout after `timeout_s`."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
@@ -260,7 +260,7 @@ class InProcessCluster:
 
         It waits for files that are being written: they would reappear in a directory that the caller removes.
         """
-        self._end_job()
+        self._cancel_if_running()
         self.store.execute(Txn(success=(Put(self.keys.collected, b"{}"),)))
         runs = [m.run for m in self._members.values()]
         _, late = await asyncio.wait(runs, timeout=self.job.settings.call_s) if runs else (set(), set())
@@ -273,8 +273,8 @@ class InProcessCluster:
             if isinstance(member.node.file_threads, PooledThreads):
                 await member.node.file_threads.wait_until_returned(until - time.monotonic())
 
-    def _end_job(self) -> None:
-        """Cancels a job that still runs (after a timeout or Ctrl-C), so that its nodes end."""
+    def _cancel_if_running(self) -> None:
+        """Writes that the job is cancelled, if it still runs (after a timeout or Ctrl-C), so that its nodes end."""
         kv = next(iter(self.store.select(self.keys.status, prefix=False)), None)
         if kv is not None and StatusRecord.from_bytes(kv.value).state == JobStatus.RUNNING:
             cancelled = StatusRecord(state=JobStatus.CANCELLED, reason="it was ended while it ran", writer="launcher")

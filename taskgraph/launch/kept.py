@@ -15,7 +15,7 @@ __all__ = ["KeptJob", "collected_record", "job_failed", "lost_text", "resume_hin
 
 
 class KeptJob(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """A job that has ended. In etcd, `collected` has `result`, `not_kept` and `writer` of it.
+    """What is kept of a job that has ended. In etcd, `collected` has its `result`, `not_kept` and `writer`.
 
     Attributes:
         writer: the node that gave up results that were not collected; "": no node did.
@@ -40,20 +40,20 @@ class KeptJob(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def state(self) -> str:
-        """Says how the job ended; "": unknown."""
+        """How the job ended; "": unknown."""
         return self.status.state if self.status is not None else ""
 
     @property
     def parsed_result(self) -> dict[str, Any]:
-        """Parses the kept result; `left_out` in it says which part is missing."""
+        """The kept result as a dict; `left_out` in it says which part is missing, if one is."""
         found: dict[str, Any] = json.loads(self.result)
         return {**found, "left_out": self.not_kept} if self.not_kept else found
 
     def result_of(self, name: str) -> dict[str, Any]:
-        """Returns the result.
+        """Returns the kept result, parsed.
 
         Args:
-            name: of the job, for errors.
+            name: the job's name, for errors.
 
         Raises:
             UnknownJob: the job finished, and its values are not kept.
@@ -68,7 +68,7 @@ class KeptJob(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def collected_record(collected: KeyValue | None) -> KeptJob:
-    """Reads the value of etcd's key `collected`."""
+    """Reads the value of etcd's key `collected`; None: returns a record that says that nothing was collected."""
     if collected is None:
         why = "they have not been collected (`taskgraph result` does that, while the job's nodes are there)"
         return KeptJob(not_kept=why)

@@ -142,7 +142,7 @@ class LocalNodes:
         """
         first = await self._take_numbers(count)
         if self._sockets is None:
-            self._sockets = self._runtime.sockets(self._entry.name)
+            self._sockets = self._runtime.make_socket_folder(self._entry.name)
         devices = deal(host_devices() if self._deal_devices else (), first - 1, count)
         async with self._forkserver() as server:
             for number, own, among in zip(itertools.count(first), devices, count_sharing(devices)):
@@ -153,7 +153,7 @@ class LocalNodes:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             return contextlib.aclosing(ahead)
-        return ForkServer(self._runtime.folder(self._entry.name), self._blas_threads)
+        return ForkServer(self._runtime.make_job_folder(self._entry.name), self._blas_threads)
 
     async def _take_numbers(self, count: int) -> int:
         """Reserves `count` numbers for names, and returns the first. Other launchers reserve others.
@@ -197,7 +197,7 @@ class LocalNodes:
             path=[folder for folder in sys.path if isinstance(folder, str)],
             collects=self._collects,
         )
-        started = await self._spawn(server, config, self._runtime.folder(self._entry.name) / f"{name}.log")
+        started = await self._spawn(server, config, self._runtime.make_job_folder(self._entry.name) / f"{name}.log")
         entry = self._processes[name] = _Process(
             name,
             config.node_id,
@@ -426,7 +426,7 @@ class LocalNodes:
                     await asyncio.wait(going)
 
     async def wait_to_end(self, timeout_s: float, code_s: float) -> None:
-        """Waits for nodes to end by themselves after the job's end, and logs which ones `teardown()` killed.
+        """Waits for nodes to end by themselves after the job's end, and logs which of them died in `teardown()`.
 
         Args:
             timeout_s: limit without user code running.
@@ -470,7 +470,7 @@ class LocalNodes:
         """Ends every node: lets it hand over and leave; after `grace_s` it gets SIGKILL.
 
         Args:
-            tell: declare killed nodes gone; False: there is no etcd left.
+            tell: wait a moment until etcd has the ends of killed nodes; False: there is no etcd left.
         """
         self._stopping = True
         try:

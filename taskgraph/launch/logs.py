@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["LogTails", "has_user_lines", "passing_on"]
+__all__ = ["LogTails", "has_user_lines", "showing_task_logs"]
 
 _LINE = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} taskgraph(?!\.task\.)[.\w]* "
 """The beginning of the framework's own lines, in the format of `node.process.log_to_stderr`. Lines of a task's logger,
@@ -28,7 +28,7 @@ _LONGEST = 64 * 1024
 
 
 @contextlib.contextmanager
-def passing_on(show: Callable[[str], None]) -> Iterator[None]:
+def showing_task_logs(show: Callable[[str], None]) -> Iterator[None]:
     """Shows what tasks of this process log with `self.log`, unless the user's program has set up logging."""
     logger, loop = logging.getLogger("taskgraph.task"), asyncio.get_running_loop()
     handler = _Handler(lambda line: loop.call_soon_threadsafe(show, line))
@@ -136,7 +136,7 @@ class LogTails:
 
 
 def has_user_lines(folder: Path) -> bool:
-    """Says whether the ends of these logs have lines that are not the framework's own."""
+    """True if the ends of the nodes' logs in a folder have lines that are not the framework's own."""
     return any(
         line and not _OURS_OF_ANY_LEVEL.match(line)
         for path in sorted(folder.glob("n*.log"))

@@ -322,8 +322,9 @@ class _Checkpoints:
 
     Attributes:
         names: of all complete checkpoints, the newest first.
-        series: the one that was begun last.
-        usable: the newest of that series that can be used.
+        series: the number of the series that was begun last.
+        attempt: the highest attempt of all checkpoints, complete or not.
+        usable: the newest of that series that can be used; only looked for if the job is resumed.
     """
 
     names: list[CheckpointName]
@@ -333,7 +334,7 @@ class _Checkpoints:
 
     @property
     def current(self) -> list[CheckpointName]:
-        """Returns the checkpoints of the series that began last: of a run, and of the runs that resumed it."""
+        """The complete checkpoints of the series that began last: of a run, and of the runs that resumed it."""
         return [name for name in self.names if name.series == self.series]
 
 
@@ -345,7 +346,7 @@ def _list_checkpoints(store: CheckpointStore, pointer: str | None, resume: bool)
             with contextlib.suppress(CheckpointError):
                 store.finish(pointer)
         names = store.complete_names()
-        series, attempt = store.highest()
+        series, attempt = store.highest_series_and_attempt()
         found = store.find_newest(str(name) for name in names if name.series == series) if resume else None
     except OSError as error:
         raise CheckpointError(f"{store} cannot be read: {error}") from error

@@ -190,7 +190,7 @@ async def arun(
             shown = await stack.enter_async_context(
                 JobProgress(job.name, job.tasks, job.epochs, job.backups, elastic=job.elastic is not None)
             )
-            hooks = Hooks(shown.event, lambda follower, nodes: shown.follow(follower.view))
+            hooks = Hooks(shown.event, lambda follower, nodes: shown.set_view(follower.view))
         hooks = hooks or Hooks()
         if nodes == 0:
             if replace:
@@ -222,7 +222,7 @@ async def arun(
 
 
 def _warn_unchanged(event: Event) -> None:
-    """Logs that an elastic job trains nothing, if nothing shows its events."""
+    """Logs the event that an elastic job trains nothing; `on_event` of a run in this process that has no other."""
     if event.kind == "unchanged":
         log.warning("%s", event.text)
 
@@ -254,7 +254,7 @@ async def _on_nodes(
         embedded = ahead = None
         if etcd is None:
             stack.callback(runtime.remove, spec.name)
-            etcd_log = runtime.folder(spec.name) / "etcd.log"
+            etcd_log = runtime.make_job_folder(spec.name) / "etcd.log"
             # What nodes need is loaded while etcd starts.
             ahead = await stack.enter_async_context(ForkServer(etcd_log.parent, spec.setting("blas_threads")))
             embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=etcd_log, nodes=nodes))

@@ -75,12 +75,12 @@ class Runtime:
             _check_private(part)
         return path
 
-    def folder(self, name: str) -> Path:
-        """Makes and returns the job's folder."""
+    def make_job_folder(self, name: str) -> Path:
+        """Makes the job's folder, unless it exists, and returns it."""
         return self._make_folder(self._checked_folder(name))
 
-    def placed(self) -> Path:
-        """Makes and returns the folder for what `submit --on` remembers."""
+    def make_placed_folder(self) -> Path:
+        """Makes the folder for what `submit --on` remembers, unless it exists, and returns it."""
         return self._make_folder(self.root / "placed")
 
     def _checked_folder(self, name: str) -> Path:
@@ -96,8 +96,8 @@ class Runtime:
             ) from None
         return self.root / "jobs" / name
 
-    def sockets(self, name: str) -> LockedFolder:
-        """Makes a private folder for the sockets of one launcher's nodes, and removes those of killed launchers."""
+    def make_socket_folder(self, name: str) -> LockedFolder:
+        """Makes a new private folder for sockets of one launcher's nodes, and removes those of killed launchers."""
         self._checked_folder(name)
         base = self.root / "s"
         if may_hold_sockets(base, _MAX_PATH - _SOCKET_PATH):
@@ -117,10 +117,13 @@ class Runtime:
     def put(self, entry: JobEntry) -> None:
         """Writes a job's first entry. Removes the folders of killed launchers, except for the last few."""
         self._remove_stale_folders()
-        write_entry(self.folder(entry.name) / "job.json", entry)
+        write_entry(self.make_job_folder(entry.name) / "job.json", entry)
 
     def join(self, entry: JobEntry) -> None:
-        """Adds the entry of a process that launches nodes for a job, beside those of others on this host."""
+        """Adds the entry of a process that launches nodes for a job, beside those of others on this host.
+
+        None is added if the job's etcd, and so the job, ends with its first launcher.
+        """
         with self._joining():
             found, folder = self.find(entry.name), self._checked_folder(entry.name)
             if found is None:
@@ -327,7 +330,7 @@ class Runtime:
         """Returns what is kept of a finished job; None if there is no such record, or a later run was killed.
 
         Args:
-            run: only of that run, which may have had several launchers here.
+            run: only of that run, which may have had several launchers here; "": of the last one.
         """
         if not is_name(name) or (not run and self.killed(name) is not None):
             return None

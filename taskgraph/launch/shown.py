@@ -17,7 +17,7 @@ _TICK_S = 0.25
 
 
 class JobProgress(ProgressDisplay):
-    """Shows the progress of a job, and what its tasks print, while its async context lasts, or until `end`."""
+    """Shows events that the caller passes, and after `follow_logs` nodes' logs, in its async context until `end`."""
 
     _log_tails: LogTails | None = None
 

@@ -42,7 +42,7 @@ class StalledLoop:
         self.in_thread = False
 
     def find_stalled_call(self, now: float) -> tuple[RunningCode, float] | None:
-        """Returns the call that the loop has been in for `STANDS_S` or more, and for how long; once. None: no other."""
+        """Returns a call that has held the loop for `STANDS_S` or more, and for how long; each once. None: none new."""
         runs = lastwords.read_loop_call(self._folder)
         if runs is None or is_stopped(self._pid):  # a process that a signal halted stands still wherever it is
             self._order, self.reported = None, False
@@ -68,7 +68,7 @@ def stall_text(name: str, ran: RunningCode, for_s: float, *, in_thread: bool = F
 
 
 def with_stalls(status: StatusRecord, stands: Iterable[str]) -> StatusRecord:
-    """Adds to the status of a failed job what held up its nodes, which cannot say so themselves."""
+    """Adds to the status of a failed job the texts on what held up its nodes, which cannot say so themselves."""
     lines = tuple(stands)
     if status.state != JobStatus.FAILED or not lines:
         return status
@@ -76,5 +76,5 @@ def with_stalls(status: StatusRecord, stands: Iterable[str]) -> StatusRecord:
 
 
 def is_stopped(pid: int) -> bool:
-    """Says whether a signal or a debugger halted this process."""
+    """True if a signal or a debugger has halted this process."""
     return host.state(pid) in ("T", "t")

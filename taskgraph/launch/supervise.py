@@ -182,7 +182,7 @@ class Supervisor:
             raise AssertionError("each of them raises")
 
     async def _collect_at_end(self) -> tuple[list[TaskResult], JobResult]:
-        """Waits for the job's end; returns the results of its tasks, and the job's."""
+        """Waits for the job's end; returns the results of its tasks, and the job's. Raises JobFailed if it failed."""
         status = await self._follower.wait_for_end()
         if status.state != JobStatus.FINISHED:
             await self._follower.report_last_events()
@@ -232,7 +232,7 @@ class Supervisor:
         raise JobFailed(reason, job=self._spec.name)
 
     async def _wait_for_absent_nodes(self) -> None:
-        """Waits for nodes of other launchers whose keys are gone: their host or etcd may have paused."""
+        """Waits, at most `lost_after_s`, for absent nodes of other launchers: their host or etcd may have paused."""
         keeper, run = self._follower.keeper, self._spec.run
         absent = self._absent_nodes_of_others(keeper.view)
         if not absent:
@@ -307,7 +307,7 @@ class Supervisor:
         return self._with_resume_hint(JobTimeout(f"job {self._spec.name!r} {what}", job=self._spec.name))
 
     async def _waits(self) -> str:
-        """Says what the job waits for."""
+        """Asks the nodes, and says what the job waits for."""
         view = self._follower.view
         if view.finished:
             why = self._follower.unreachable or "`result()` of some task was still at work, or they were on their way"
@@ -324,7 +324,7 @@ class Supervisor:
             await self._follower.cancel_job(reason, state=state)
 
     async def _note_uncollected(self) -> None:
-        """Notes why the values were not collected, unless nodes elsewhere still keep them."""
+        """Sets `kept` of the follower to why the values were not collected. Tells etcd, too, unless nodes still keep them."""
         self._follower.kept = KeptJob(not_kept=self._uncollected)
         if self._without_etcd or self._follower.view.live_nodes(self._spec.run):
             return

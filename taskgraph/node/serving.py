@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import DecodeError, Refused, StateError, TaskGraphError
-from taskgraph.graph.changes import with_kept
+from taskgraph.graph.changes import apply_changes
 from taskgraph.graph.values import split_values
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.primary.leader import within_reach
@@ -409,6 +409,6 @@ def _whole_value(offer: Offer, stored: Boundaries) -> Encoded:
         text = f"the boundary before boundary {offer.stamp.epoch} of task {offer.task} is no longer stored here"
         raise Refused(Reason.STALE, text)
     try:
-        return with_kept(offer.value, offer.kept, base.value)
+        return apply_changes(offer.value, offer.kept, base.value)
     except DecodeError as error:
         raise Refused(Reason.BAD_MESSAGE, f"offer of task {offer.task}: {error}") from None

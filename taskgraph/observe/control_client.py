@@ -69,7 +69,14 @@ def credential(token: bytes) -> str:
 
 
 def control_address(control: str, host_key: str) -> str:
-    """Returns the gRPC target of a node record's `control`, e.g. `unix:KEY:/path|tcp:host:port`."""
+    """Returns the gRPC target of a node record's `control`, e.g. `unix:KEY:/path|tcp:host:port`.
+
+    Args:
+        host_key: the key of this host.
+
+    Raises:
+        TaskGraphError: none of the addresses can be reached from this host.
+    """
     another_users = ""
     for endpoint in control.split("|"):
         key, path = unix_socket(endpoint)
@@ -213,7 +220,7 @@ class ControlClient:
         )
 
     async def kill(self, number: int, timeout_s: float = 2.0) -> None:
-        """Sends a signal to the node's process. A node that dies of SIGKILL before it answers has obeyed.
+        """Sends signal `number` to the node's process. A node that dies of SIGKILL before it answers has obeyed.
 
         Raises:
             PeerGone: no process listens there: it ended before.
@@ -351,7 +358,11 @@ class ControlClient:
     async def _stream(
         self, method: str, request: Any, read: Callable[[bytes], Any], silent_s: float | None
     ) -> AsyncIterator[Any]:
-        """Calls a method, and yields its replies, as `read` parses them."""
+        """Calls a method, and yields its replies, as `read` parses them.
+
+        Raises:
+            StillComputing: no reply came for `silent_s` (None: no limit), but the node answers other calls.
+        """
         call: Any = self._channel.unary_stream(
             f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),

@@ -69,6 +69,7 @@ class Event:
         at: unix time, seconds.
         node: name of the node that emitted it.
         kind: e.g. "takeover", "evicted", "restart", "commit".
+        transient: the event is not kept in etcd.
         fields: numbers and names beside the text; for a commit, the numbers that tasks reported.
     """
 
@@ -134,7 +135,7 @@ def task_ids(event: Event) -> list[int]:
 
 
 def merge_alike(events: Iterable[tuple[str, Event]]) -> list[tuple[str, Event]]:
-    """Merges events of `MERGED_KINDS` that differ only in the task into one event, in the place of the first."""
+    """Merges events that differ only in the task, of `MERGED_KINDS`, into one with the key and place of the first."""
     groups: dict[object, list[tuple[str, Event]]] = {}
     for key, event in events:
         alike = event.task is not None and event.kind in MERGED_KINDS
@@ -311,7 +312,7 @@ class _EventWriter:
     async def write_some(self, coordinator: Coordinator) -> int:
         """Writes the oldest due events; returns how many were written.
 
-        Keeps them due if etcd does not answer, and drops them if their run no longer exists.
+        If etcd does not answer, keeps them due, and waits a moment. Drops them if their run no longer exists.
         """
         batch = [self.due.popleft() for _ in range(min(_BATCH, len(self.due)))]
         try:
@@ -348,7 +349,7 @@ class _EventWriter:
 async def keep_events(
     events: EventLog, coordinator: Coordinator, job: str, *, spec_revision: int, node_id: str, kept: int
 ) -> None:
-    """Writes durable events into etcd until cancelled, and prunes all but the last `kept`.
+    """Writes durable events, also earlier ones, into etcd until cancelled, and prunes all but the last `kept`.
 
     When cancelled it writes the rest, for a second at most.
 
@@ -381,7 +382,7 @@ async def keep_events(
 
 
 def sort_by_revision(listing: Listing) -> list[KeyValue]:
-    """Sorts kept events by their writing. The times in their keys do not: the clocks of hosts differ."""
+    """Sorts kept events in the order in which they were written. Their times are by the clocks of several hosts."""
     return sorted(listing.items, key=attrgetter("create_revision"))  # those of one write stay ordered by key
 
 

@@ -18,11 +18,11 @@ __all__ = [
     "clock_text",
     "counted",
     "cut_lines",
+    "ended_status_json",
     "few_nodes_text",
     "fit_screen",
     "holders",
     "ids_text",
-    "kept_json",
     "last_text",
     "reason_text",
     "split_services",
@@ -161,7 +161,7 @@ def status_json(
     }
 
 
-def kept_json(
+def ended_status_json(
     name: str, record: StatusRecord | None, result: dict[str, Any] | None, *, elastic: bool = False
 ) -> dict[str, Any]:
     """Returns the status of an ended job from its kept record and result, with the keys of `status_json`."""

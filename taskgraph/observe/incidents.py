@@ -55,6 +55,7 @@ class _Incident:
         takers: the names of these nodes.
         last_takeover_at, last_admission_at: when a node last took a task over; when a backup was last admitted.
         restarted: epochs that started again.
+        reported: `take_finished` has looked, after `_SLOW_S`, if all tasks have moved.
         undone: number of committed epochs between a checkpoint and the epoch from which the job went back to it.
     """
 
@@ -147,7 +148,9 @@ class Incidents:
         self._commits.append(at)
 
     def take_finished(self, view: JobView, *, over: bool = False) -> list[Event]:
-        """Closes the incidents that are finished, and returns an event for each.
+        """Closes the incidents that are finished, and returns an event `failover` for each.
+
+        Also returns an event `waits` for an open one whose tasks have not all moved after `_SLOW_S`, once.
 
         Args:
             over: the job has ended: closes all incidents.

@@ -107,8 +107,8 @@ class ProgressDisplay:
         except OSError:
             self._closed = True
 
-    def follow(self, view: JobView) -> None:
-        """Sets the view from which the shown nodes, replicas and first epoch are taken."""
+    def set_view(self, view: JobView) -> None:
+        """Sets the view from which the shown nodes and replicas are taken, and the run's first epoch."""
         self._view = view
         self._first = view.epoch.record.base if view.epoch is not None else 0
 

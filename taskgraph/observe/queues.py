@@ -21,12 +21,12 @@ SLOW: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """One queue or map, as the node knows it that deals its pieces; workers that all have the ledger tell the same.
+    """One queue or map, as the node that deals its pieces knows it. In an elastic job each worker reports the same.
 
     Attributes:
-        name: of the queue; of a map its tag.
+        name: the name of the queue, or the tag of the map.
         kind: "queue", "map" or "shards".
-        pieces: how many there are in a pass.
+        pieces: how many pieces a pass has.
         passes: how many passes; None: endless.
         left: pieces that are neither done nor set aside: of all passes, or of the open ones if passes are endless.
         set_aside: pieces set aside, in all passes.

@@ -54,7 +54,8 @@ class NodeStatus:
     """One node.
 
     Attributes:
-        stamp: (attempt, epoch), read from etcd at `revision`; of a worker of an elastic job: (attempt, step at work).
+        stamp: (attempt, epoch), read from etcd at `revision`; of a worker of an elastic job: (attempt, step at work);
+            None: not known yet.
         waits: what the node itself, and the leader on it, wait for.
         queues: the queues and maps whose pieces this node deals.
     """

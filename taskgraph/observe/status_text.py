@@ -87,7 +87,7 @@ class StatusData:
         return [(s.name, r) for s in said for r in s.replicas if r.role == "primary"]
 
     def primary(self, task: int) -> ReplicaStatus | None:
-        """Returns the status of a task's primary, as its node reported it."""
+        """Returns the status of a task's primary, as its node reported it; None: no node did."""
         said = self.statuses.get(self.view.primary_node(task) or "")
         if not isinstance(said, NodeStatus):
             return None
@@ -156,7 +156,7 @@ def _running_since(picture: StatusData) -> str:
 
 
 def _pace(picture: StatusData) -> list[str]:
-    """Returns how fast the job is, and how long it will take."""
+    """Returns words for how fast the job is, how long it will take, and how old the last commit is, if that is old."""
     commits = picture.commits
     if not commits:
         return []
@@ -246,7 +246,7 @@ def _wrap(text: str, indent: str = "") -> list[str]:
 
 
 def _node_table(picture: StatusData, most: int | None) -> list[str]:
-    """Returns a table of nodes, `most` of them, those that do not answer first."""
+    """Returns a table of nodes: of `most` nodes, with those that do not answer; None: of all."""
     view, statuses = picture.view, picture.statuses
     primaries, backups = dict.fromkeys(view.nodes, 0), dict.fromkeys(view.nodes, 0)
     for task in range(picture.tasks):

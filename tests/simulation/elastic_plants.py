@@ -183,7 +183,7 @@ def a_range_is_summed_in_another_order(patch: pytest.MonkeyPatch) -> None:
         pieces = [held[known] for known in sorted(held)]
         total = pieces[0]
         for piece in pieces[1:]:
-            total = total.add(piece)
+            total = total.add_consuming(piece)
         return total
 
     patch.setattr(sums_module, "add_up", added)

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from taskgraph.cli import main
-from taskgraph.commands.arguments import add_etcd_options, add_listen_options
+from taskgraph.commands.arguments import add_access_options, add_listen_options
 from taskgraph.commands.common import listening_of
 from taskgraph.errors import JobError, TransportError
 from taskgraph.network.listening import ANY_PORT, NOWHERE, Listening
@@ -33,7 +33,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_etcd_options(parser)
+    add_access_options(parser)
     add_listen_options(parser, "")
     return parser.parse_args(words)
 

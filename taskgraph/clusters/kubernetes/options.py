@@ -59,7 +59,7 @@ class PodOptions:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> PodOptions:
-        """Makes them of parsed options of the command line.
+        """Makes the options of pods from the parsed command line.
 
         Raises:
             JobError: an option is wrong, or one is missing.

@@ -82,7 +82,7 @@ class SlurmLauncher:
                 await _submit(folder, words)
         except BaseException:
             with contextlib.suppress(JobError, TransportError):
-                await _cancel_all(folder)
+                await _cancel_all_and_wait(folder)
             if made:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
@@ -123,7 +123,7 @@ class SlurmLauncher:
         folder = _find_folder(job, where)
         if folder.path.is_dir():
             write_whole(folder.ended, b"1\n")  # an element that is about to start ends at once
-            await _cancel_all(folder)
+            await _cancel_all_and_wait(folder)
             remove_file(folder.etcd_at)
             shutil.rmtree(folder.etcd, ignore_errors=True)
 
@@ -234,7 +234,7 @@ async def _dismiss(element: QueuedElement) -> None:
     await run_slurm("scancel", "--signal=TERM", element.name, no_job="")
 
 
-async def _cancel_all(folder: Folder) -> None:
+async def _cancel_all_and_wait(folder: Folder) -> None:
     """Cancels all elements, and waits for their end.
 
     Raises:

@@ -47,7 +47,7 @@ def parse_time_limit_s(text: str) -> float:
     """Parses a time limit to seconds, as sbatch takes it: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00; 0: no limit.
 
     Raises:
-        JobError: it is none.
+        JobError: the text is no time limit.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:

@@ -145,7 +145,7 @@ def _parse_words(job: str) -> Mapping[str, str]:
 
 
 def _parse_seconds(text: str) -> float:
-    """Parses `days-hours:minutes:seconds`; infinity if it is no time."""
+    """Parses `[days-]hours:minutes:seconds`, as Slurm writes times; infinity for all else, such as UNLIMITED."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if match is None:
         return float("inf")

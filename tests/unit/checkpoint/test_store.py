@@ -84,7 +84,7 @@ def test_unseen_files(store: CheckpointStore) -> None:
 
 def test_nothing_is_there_at_first(store: CheckpointStore) -> None:
     assert store.complete_names() == []
-    assert store.highest() == (0, 0)
+    assert store.highest_series_and_attempt() == (0, 0)
     assert store.keep_only([], "s0001-a000001-e000000010-r1") == []
 
 
@@ -111,21 +111,21 @@ def test_order_of_names(store: CheckpointStore) -> None:
         (1, 1, 30),
         (1, 1, 20),
     ]
-    assert store.highest() == (2, 2)
+    assert store.highest_series_and_attempt() == (2, 2)
 
 
 def test_begun_series(store: CheckpointStore) -> None:
     first = save(store, 30)
     store.begin(2, "r2")
-    assert store.highest() == (2, 1)
+    assert store.highest_series_and_attempt() == (2, 1)
     assert store.complete_names() == [first.parsed_name], "what was there stays"
     store.keep_only([], first.name)
-    assert store.highest() == (2, 1), "an earlier run that still writes does not undo it"
+    assert store.highest_series_and_attempt() == (2, 1), "an earlier run that still writes does not undo it"
     second = save(store, 10, series=2)
     assert store.keep_only([], second.name) == [first.name]
-    assert store.highest() == (2, 1)
+    assert store.highest_series_and_attempt() == (2, 1)
     store.begin(3, "r3")
-    assert store.highest() == (3, 1)
+    assert store.highest_series_and_attempt() == (3, 1)
 
 
 def test_names_are_their_directories() -> None:
@@ -326,7 +326,7 @@ def test_old_checkpoints_are_removed(store: CheckpointStore) -> None:
     store.write(being_written, 0, boundary(0))
     assert store.keep_only(names[1:], names[2]) == [names[0], str(unfinished)]
     assert [str(n) for n in store.complete_names()] == [names[2], names[1]]
-    assert store.highest() == (1, 1)
+    assert store.highest_series_and_attempt() == (1, 1)
     assert being_written in store._names()
 
 

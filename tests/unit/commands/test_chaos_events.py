@@ -37,7 +37,7 @@ async def test_chaos_shows_new_events_despite_clocks(
         return 1000.0
 
     monkeypatch.setattr(chaos, "pause_s", pause_s)
-    monkeypatch.setattr(acting, "is_here", lambda record: True)
+    monkeypatch.setattr(acting, "can_signal", lambda record: True)
     spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
     node = NodeRecord(name="n1", run=spec.run, host="h", pid=1, endpoints=(), control="", fingerprint="", lease=0)
     await submit(etcd, spec)
@@ -58,7 +58,7 @@ async def test_chaos_says_what_it_waits_for(
 ) -> None:
     etcd = in_memory(monkeypatch)
     monkeypatch.setattr(chaos, "pause_s", lambda *_: 0.0)
-    monkeypatch.setattr(acting, "is_here", lambda record: True)
+    monkeypatch.setattr(acting, "can_signal", lambda record: True)
     spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
     node = NodeRecord(
         name="n1", run=spec.run, host="h", pid=1, endpoints=(), control="", fingerprint="", lease=0, draining=True

@@ -22,7 +22,7 @@ import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import common, submitting
 from taskgraph.commands.acting import signal_number
-from taskgraph.commands.arguments import add_etcd_options
+from taskgraph.commands.arguments import add_access_options
 from taskgraph.commands.common import access_of, etcd_of, find_entry, token_for, token_of
 from taskgraph.commands.drivers import job_of
 from taskgraph.commands.running import print_result
@@ -61,7 +61,7 @@ def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def options(*arguments: str) -> argparse.Namespace:
     made = argparse.ArgumentParser()
     made.add_argument("job", nargs="?")
-    add_etcd_options(made)
+    add_access_options(made)
     return made.parse_args(arguments)
 
 
@@ -356,13 +356,13 @@ def test_killed_launcher_hides_earlier_run(embedded: bool, capsys: pytest.Captur
     runtime = Runtime()
     runtime.keep_finished("fit", KeptJob(status=StatusRecord(state=JobStatus.FINISHED)))
     runtime.put(killed := gone("fit", embedded=embedded))
-    (runtime.folder("fit") / "n1.log").write_text("hello")
+    (runtime.make_job_folder("fit") / "n1.log").write_text("hello")
     for command in ("status", "events", "result"):
         assert cli.main([command, "fit"]) == cli.UNREACHABLE
         said = capsys.readouterr()
         assert said.out == "" and f"the launcher of job 'fit' (process {killed.pid}) was killed" in said.err
         assert ("its etcd ended with it" in said.err) == embedded == ("--etcd 10.0.0.1:7" not in said.err)
-        assert f"logs of its nodes: {runtime.folder('fit')}" in said.err
+        assert f"logs of its nodes: {runtime.make_job_folder('fit')}" in said.err
 
 
 @pytest.mark.parametrize("command", [("kill", "fit", "--task", "0"), ("shutdown", "fit"), ("status",)])

@@ -16,7 +16,7 @@ from taskgraph.commands.looking import _status
 from taskgraph.driver.spec import JobSpec
 from taskgraph.launch.kept import resume_hint
 from taskgraph.launch.submit import submit
-from taskgraph.observe.format import kept_json, status_json
+from taskgraph.observe.format import ended_status_json, status_json
 from taskgraph.observe.status import NodeStatus, waits_text
 from taskgraph.observe.status_text import StatusData, no_node_text, status_text
 from taskgraph.observe.usage import Usage
@@ -119,7 +119,7 @@ def test_status_as_json_has_steps_and_workers() -> None:
     assert (found["epoch"], found["epochs"], found["tasks"]) == (None, None, [])
     ended = status_json("fit", 1, None, view("ab", state="finished"), {}, elastic=True)
     assert (ended["step"], ended["sums"], ended["epoch"]) == (None, 31, None)
-    kept = kept_json("fit", None, {"epochs": 31}, elastic=True)
+    kept = ended_status_json("fit", None, {"epochs": 31}, elastic=True)
     assert (kept["sums"], kept["epoch"]) == (31, None) and kept.keys() == found.keys()
 
 

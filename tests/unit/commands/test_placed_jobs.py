@@ -98,7 +98,7 @@ async def run_of(words: argparse.Namespace) -> str:
 def test_nothing_is_made_if_it_could_not_be_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Runtime().placed().rmdir()
+    Runtime().make_placed_folder().rmdir()
     (tmp_path / "taskgraph" / "placed").touch()
     monkeypatch.syspath_prepend(str(PACKAGES))
     assert cli.main(["submit", str(DRIVER), "--on", "shell", "--etcd", ETCD, "--token-file", "token"]) != 0
@@ -150,6 +150,6 @@ def test_wrong_words(
 ) -> None:
     monkeypatch.syspath_prepend(str(PACKAGES))
     placed("sums", on="local", etcd="")
-    (Runtime().folder("run") / "n1.log").touch()
+    (Runtime().make_job_folder("run") / "n1.log").touch()
     assert cli.main(words.split()) in (2, 3)
     assert says in capsys.readouterr().err

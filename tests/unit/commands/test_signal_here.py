@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph.commands import chaos
-from taskgraph.commands.acting import is_here, signal_here, signal_process
+from taskgraph.commands.acting import can_signal, signal_here, signal_process
 from taskgraph.commands.common import FoundJob
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
@@ -48,7 +48,7 @@ def record(pid: int, *control: str) -> NodeRecord:
 def test_kill_is_marked_as_meant(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
     lastwords.LastWords(tmp_path)
     node = record(process.pid, "tcp:h:1", unix_endpoint(tmp_path / "c"))
-    assert is_here(node) and signal_here(node, signal.SIGCONT)
+    assert can_signal(node) and signal_here(node, signal.SIGCONT)
     assert lastwords.read(tmp_path) == ((), False)
     assert signal_here(node, signal.SIGKILL) and process.wait() == -signal.SIGKILL
     assert lastwords.read(tmp_path) == ((), True)
@@ -58,7 +58,7 @@ def test_kill_is_marked_as_meant(tmp_path: Path, process: subprocess.Popen[bytes
 
 def test_node_of_another_host_is_not_signalled(process: subprocess.Popen[bytes]) -> None:
     node = record(process.pid, "tcp:h:1", "unix:of-another-host:/tmp/x/c")
-    assert not is_here(node) and not signal_here(node, signal.SIGKILL)
+    assert not can_signal(node) and not signal_here(node, signal.SIGKILL)
     assert process.poll() is None
 
 
@@ -71,7 +71,7 @@ def test_other_process_gets_no_signal() -> None:
 
 def test_first_process_of_container_is_refused(tmp_path: Path) -> None:
     node = record(1, unix_endpoint(tmp_path / "c"))
-    assert not is_here(node), "chaos spares it"
+    assert not can_signal(node), "chaos spares it"
     for number in (signal.SIGKILL, signal.SIGSTOP):
         with pytest.raises(
             TransportError, match=rf"n1 .* first process \(pid 1\).* {number.name} .*: end the container"

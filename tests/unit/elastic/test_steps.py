@@ -470,7 +470,7 @@ def test_sums_travel_with_what_was_collected() -> None:
     tree = {"a": 1, "b": [np.arange(3, dtype=np.float32), 2.5], "c": Sums.of({"d": np.ones(2)})}
     first = Sums.of(tree, {0: encode({"x": np.arange(5000)})})
     second = Sums.of(tree, {1: encode({"x": "y"})})
-    [total] = decode_sums(encode_sums([first.add(second)]))
+    [total] = decode_sums(encode_sums([first.add_consuming(second)]))
     made = total.tree()
     assert (made["a"], made["b"][1]) == (2, 5.0)
     assert np.array_equal(made["b"][0], [0, 2, 4]) and np.array_equal(made["c"]["d"], [2, 2])
@@ -480,7 +480,7 @@ def test_sums_travel_with_what_was_collected() -> None:
 
 def test_numpy_scalars_are_summed_to_scalars() -> None:
     sums = Sums.of({"a": np.float32(1.5), "b": np.ones(()), "c": np.ones(1)})
-    made = sums.add(sums).tree()
+    made = sums.add_consuming(sums).tree()
     assert [type(made[name]) for name in "abc"] == [np.float32, np.float64, np.ndarray]
     assert round(made["a"]) == 3 and made["b"] == 2.0
 

@@ -7,7 +7,7 @@ import pytest
 
 from taskgraph.errors import DecodeError
 from taskgraph.graph.arrays import immutable_copy
-from taskgraph.graph.changes import changes_since, with_kept
+from taskgraph.graph.changes import apply_changes, changes_since
 from taskgraph.graph.values import decode, encode, verify
 from taskgraph.protocol.messages import Kept
 
@@ -27,7 +27,7 @@ def test_only_new_memory_is_sent() -> None:
     part, kept = changes
     assert part.size_bytes < 9 * SIZE + 2000 < after.size_bytes  # the new block, and the array that is copied each time
     assert verify(part), "the transport checks it"
-    whole = with_kept(part, kept, before)
+    whole = apply_changes(part, kept, before)
     assert whole == after and verify(whole)
     assert [int(one[0]) for one in decode(whole)["blocks"]] == [*range(3, 10), 99]
 
@@ -44,7 +44,7 @@ def test_nothing_new_sends_no_buffer() -> None:
     before, after = encode(blocks), encode(blocks[::-1])
     changes = changes_since(after, before)
     assert changes is not None and changes[0].buffers == () and verify(changes[0])
-    assert with_kept(*changes, before) == after
+    assert apply_changes(*changes, before) == after
 
 
 @pytest.mark.parametrize("places", [(5, -1), (0, 0), (-1, -1, -1), (0, -2)])
@@ -54,7 +54,7 @@ def test_wrong_places_are_refused(places: tuple[int, ...]) -> None:
     changes = changes_since(after, before)
     assert changes is not None
     with pytest.raises(DecodeError):
-        with_kept(changes[0], Kept(before.digest, places, after.digest), before)
+        apply_changes(changes[0], Kept(before.digest, places, after.digest), before)
 
 
 @pytest.mark.parametrize("size", [1 << 20, 3_000_001, 70_000])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from taskgraph.commands.common import on_ending_signals, take_orders
+from taskgraph.commands.common import obey_ending_signals, on_ending_signals
 from taskgraph.commands.joining import _on_signals
 from taskgraph.launch import supervise
 from taskgraph.launch.forkserver import NotStarted
@@ -63,7 +63,7 @@ async def test_first_order_after_the_job_finished_only_warns(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     orders: list[str] = []
-    take_orders(finished=lambda: True, obeyed=lambda: bool(orders), obey=lambda: orders.append("end"))
+    obey_ending_signals(finished=lambda: True, obeyed=lambda: bool(orders), obey=lambda: orders.append("end"))
     await send(signal.SIGINT)
     assert "its results are being collected; once more to end without them" in capsys.readouterr().err
     await send(signal.SIGHUP)

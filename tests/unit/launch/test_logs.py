@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.launch.logs import LogTails, has_user_lines, passing_on
+from taskgraph.launch.logs import LogTails, has_user_lines, showing_task_logs
 
 OURS = "2026-11-21 10:08:12,222 taskgraph.events INFO the job began\n"
 WARNING = "2026-11-21 10:08:12,222 taskgraph.node WARNING something odd\n"
@@ -88,7 +88,7 @@ async def test_tasks_loggers_are_shown_in_one_process(
     for handlers, expected in (([], ["taskgraph.task.3 INFO loss 3"]), ([logging.NullHandler()], [])):
         monkeypatch.setattr(root, "handlers", handlers)
         shown.clear()
-        with passing_on(shown.append):
+        with showing_task_logs(shown.append):
             logger.debug("detail")
             await asyncio.to_thread(logger.info, "loss %d", 3)
             await asyncio.sleep(0)
@@ -101,6 +101,6 @@ async def test_wrong_logger_call_fails_nothing(
 ) -> None:
     shown: list[str] = []
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    with passing_on(shown.append):
+    with showing_task_logs(shown.append):
         logging.getLogger("taskgraph.task.3").info("loss %d", "small")
     assert shown == [] and "Message: 'loss %d'" in capsys.readouterr().err

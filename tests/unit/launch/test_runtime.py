@@ -76,7 +76,7 @@ def test_only_the_owner_can_read_a_job(runtime: Runtime) -> None:
     found = runtime.find("fit")
     assert found is not None and found.token_bytes == bytes.fromhex(TOKEN) and found.created > 0
     assert [job.name for job in runtime.jobs()] == ["fit"]
-    file = runtime.folder("fit") / "job.json"
+    file = runtime.make_job_folder("fit") / "job.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     for folder in (runtime.root, runtime.root / "jobs", file.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -111,15 +111,15 @@ def test_forked_child_does_not_keep_its_launcher_alive(runtime: Runtime) -> None
 
 def test_last_launcher_removes_the_job(runtime: Runtime, another: Another) -> None:
     runtime.join(launcher())
-    (runtime.folder("fit") / "n1.log").write_text("of the first")
+    (runtime.make_job_folder("fit") / "n1.log").write_text("of the first")
     process = another("join")
-    (runtime.folder("fit") / "n2.log").write_text("of the second")
+    (runtime.make_job_folder("fit") / "n2.log").write_text("of the second")
     assert [job.name for job in runtime.jobs()] == ["fit"]
     runtime.leave(launcher())
     found = runtime.find("fit")
     assert found is not None and found.pid == process.pid
-    assert sorted(path.name for path in runtime.folder("fit").glob("*.log")) == ["n1.log", "n2.log"]
-    assert runtime.logs("fit") == runtime.folder("fit")
+    assert sorted(path.name for path in runtime.make_job_folder("fit").glob("*.log")) == ["n1.log", "n2.log"]
+    assert runtime.logs("fit") == runtime.make_job_folder("fit")
     runtime.join(launcher())
     process.kill()
     process.wait()
@@ -132,7 +132,7 @@ def test_living_launcher_removes_entries_of_killed_ones(runtime: Runtime, anothe
     for _ in range(3):
         runtime.join(launcher(KILLED))
     process = another("join")
-    assert [path.name.split("-")[1] for path in runtime.folder("fit").glob("launcher-*")] == [str(process.pid)]
+    assert [path.name.split("-")[1] for path in runtime.make_job_folder("fit").glob("launcher-*")] == [str(process.pid)]
     found = runtime.find("fit")
     assert found is not None and found.pid == os.getpid()
 
@@ -140,19 +140,19 @@ def test_living_launcher_removes_entries_of_killed_ones(runtime: Runtime, anothe
 def test_launcher_leaves_a_run_with_its_own_etcd_alone(runtime: Runtime, another: Another) -> None:
     process = another("put")
     runtime.join(launcher())
-    assert [path.name for path in runtime.folder("fit").iterdir()] == ["job.json"]
+    assert [path.name for path in runtime.make_job_folder("fit").iterdir()] == ["job.json"]
     runtime.leave(launcher())
     found = runtime.find("fit")
     assert found is not None and found.pid == process.pid
     runtime.remove("fit")
     with runtime.claim("fit"):
-        (runtime.folder("fit") / "etcd.log").write_text("of a run that just begins again")
+        (runtime.make_job_folder("fit") / "etcd.log").write_text("of a run that just begins again")
         runtime.leave(launcher())
-        assert (runtime.folder("fit") / "etcd.log").exists()
+        assert (runtime.make_job_folder("fit") / "etcd.log").exists()
 
 
 def test_launcher_of_late_nodes_leaves_nothing(runtime: Runtime) -> None:
-    (runtime.folder("fit") / "n3.log").write_text("of a node that did not find its job")
+    (runtime.make_job_folder("fit") / "n3.log").write_text("of a node that did not find its job")
     runtime.leave(launcher())
     assert runtime.killed("fit") is None and not (runtime.root / "jobs" / "fit").exists()
     runtime.put(entry("fit", KILLED))
@@ -176,7 +176,7 @@ def test_stopped_launcher_is_an_error_for_others(
 def test_broken_entry_hides_no_other_job(runtime: Runtime) -> None:
     runtime.put(entry())
     runtime.put(entry("other"))
-    file = runtime.folder("fit") / "job.json"
+    file = runtime.make_job_folder("fit") / "job.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "of_a_newer_version": 1}))
     assert runtime.find("fit") is not None
     file.write_text("{")
@@ -191,8 +191,8 @@ def test_only_the_last_killed_jobs_are_kept(runtime: Runtime) -> None:
             if number % 2:
                 runtime.put(entry(f"old{number}", KILLED))
             else:
-                (runtime.folder(f"old{number}") / "etcd.log").write_text("killed before it had an entry")
-            os.utime(runtime.folder(f"old{number}"), (number + 1, number + 1))
+                (runtime.make_job_folder(f"old{number}") / "etcd.log").write_text("killed before it had an entry")
+            os.utime(runtime.make_job_folder(f"old{number}"), (number + 1, number + 1))
         runtime.put(entry("new"))
     assert [path.name for path in sorted((runtime.root / "jobs").iterdir())] == [
         "new", "old0", "old4", "old5", "old6", "old7"
@@ -203,20 +203,25 @@ def test_only_the_last_killed_jobs_are_kept(runtime: Runtime) -> None:
 def test_directory_that_cannot_be_made_says_what_to_set(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TaskGraphError, match="set TASKGRAPH_RUNTIME_DIR"):
-        Runtime(tmp_path / below).folder("fit")
+        Runtime(tmp_path / below).make_job_folder("fit")
 
 
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "../../etc", "a\0b", "x" * 101, "\udce4"])
 def test_wrong_name_touches_no_file(runtime: Runtime, name: str) -> None:
     assert runtime.find(name) is None and runtime.finished(name) is None
-    for act in (runtime.folder, runtime.sockets, runtime.remove, lambda n: runtime.keep_finished(n, KeptJob())):
+    for act in (
+        runtime.make_job_folder,
+        runtime.make_socket_folder,
+        runtime.remove,
+        lambda n: runtime.keep_finished(n, KeptJob()),
+    ):
         with pytest.raises(JobError, match="is no job's name"):
             act(name)
     assert not runtime.root.exists()
 
 
 def test_locale_without_the_names_letters_is_an_error() -> None:
-    code = "from taskgraph.launch.runtime import Runtime; Runtime().folder('gr\\xf6\\xdfe')"
+    code = "from taskgraph.launch.runtime import Runtime; Runtime().make_job_folder('gr\\xf6\\xdfe')"
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | plain, capture_output=True, text=True)
     assert "ascii, has no such letters for the names of files: set LC_ALL=C.UTF-8" in done.stderr
@@ -276,7 +281,7 @@ def test_environment_says_where_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("below", ["t", "a-very-long-name-" * 6])
 def test_sockets_have_short_paths_and_private_folders(tmp_path: Path, below: str) -> None:
     runtime = Runtime(tmp_path / below)
-    first, second = runtime.sockets("fit"), runtime.sockets("fit")
+    first, second = runtime.make_socket_folder("fit"), runtime.make_socket_folder("fit")
     try:
         assert first.path != second.path
         assert len(os.fsencode(first.path / "12345678" / "0123456789abcdef")) < 100
@@ -291,7 +296,7 @@ def test_sockets_have_short_paths_and_private_folders(tmp_path: Path, below: str
 def test_sockets_need_a_path_that_fits_addresses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC parses a path as a URI."""
     with tempfile.TemporaryDirectory(prefix="tg-", dir="/tmp") as short:
-        folders = [Runtime(Path(short) / name).sockets("fit")]
+        folders = [Runtime(Path(short) / name).make_socket_folder("fit")]
         monkeypatch.setattr(tempfile, "tempdir", os.path.join(short, name))  # as TMPDIR has it
         folders.append(embedded._new_folder(short=True))
         for folder in folders:
@@ -302,7 +307,7 @@ def test_sockets_need_a_path_that_fits_addresses(name: str, monkeypatch: pytest.
 def test_sockets_of_killed_launchers_alone_are_removed(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys, time; from taskgraph.launch.runtime import Runtime;"
-        "folder = Runtime(pathlib.Path(sys.argv[1])).sockets('fit'); (folder.path / 'node').mkdir();"
+        "folder = Runtime(pathlib.Path(sys.argv[1])).make_socket_folder('fit'); (folder.path / 'node').mkdir();"
         "print(folder.path, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "t")], stdout=subprocess.PIPE, text=True) as held:
@@ -310,12 +315,12 @@ def test_sockets_of_killed_launchers_alone_are_removed(tmp_path: Path) -> None:
         left = Path(held.stdout.readline().strip())
         runtime = Runtime(tmp_path / "t")
         try:
-            ours = runtime.sockets("fit")
+            ours = runtime.make_socket_folder("fit")
             assert (left / "node").is_dir()
         finally:
             held.kill()
         held.wait()
-        other = runtime.sockets("other")
+        other = runtime.make_socket_folder("other")
         try:
             assert not left.exists()
             assert ours.path.is_dir() and other.path.is_dir()
@@ -329,7 +334,7 @@ def test_sockets_stay_without_file_locks(runtime: Runtime, monkeypatch: pytest.M
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    first, second = runtime.sockets("fit"), runtime.sockets("fit")
+    first, second = runtime.make_socket_folder("fit"), runtime.make_socket_folder("fit")
     assert first.path.is_dir() and second.path.is_dir()
     for folder in (first, second):
         folder.remove()
@@ -345,7 +350,7 @@ def test_one_process_at_a_time_claims_a_name(runtime: Runtime) -> None:
 def test_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> None:
     for number in range(34):
         name = f"job{number:02}"
-        (runtime.folder(name) / "n1.log").write_text("it said this")
+        (runtime.make_job_folder(name) / "n1.log").write_text("it said this")
         runtime.keep_finished(name, KeptJob(result=str(number)))
         os.utime(runtime.root / "finished" / f"{name}.json", (number, number))
     assert runtime.finished("job00") is None and runtime.finished("job01") is None
@@ -360,9 +365,9 @@ def test_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> None:
 def test_launchers_of_a_run_keep_the_logs_of_all(runtime: Runtime, run: str) -> None:
     """As with `run` and `launch` on one host."""
     for name, text in (("n1.log", "it said this"), ("n2.log", "and that"), ("n3.log", "")):
-        (runtime.folder("fit") / name).write_text(text)
+        (runtime.make_job_folder("fit") / name).write_text(text)
     runtime.keep_finished("fit", KeptJob(run="one"))
-    (runtime.folder("fit") / "n3.log").write_text("it ended later")
+    (runtime.make_job_folder("fit") / "n3.log").write_text("it ended later")
     runtime.keep_finished("fit", KeptJob(run=run))
     logs = {path.name: path.read_text() for path in runtime.kept_logs("fit").glob("n*.log")}
     later = {"n3.log": "it ended later"}
@@ -373,7 +378,7 @@ def test_launchers_of_a_run_keep_the_logs_of_all(runtime: Runtime, run: str) -> 
 
 def test_launcher_does_not_wait_forever_to_keep_logs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_module, "_LOCK_WAIT_S", 0.05)
-    (runtime.folder("fit") / "n1.log").write_text("it said this")
+    (runtime.make_job_folder("fit") / "n1.log").write_text("it said this")
     with runtime.claim("fit"), lock_file(runtime.root / "locks" / "logs"):
         runtime.keep_finished("fit", KeptJob(run="one"))
     assert (runtime.kept_logs("fit") / "n1.log").read_text() == "it said this"
@@ -390,7 +395,7 @@ def test_broken_record_of_a_finished_job_is_ignored(runtime: Runtime, text: str)
 
 def test_full_disk_keeps_logs_and_no_earlier_job(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.keep_finished("fit", KeptJob(result="1"))
-    (runtime.folder("fit") / "n1.log").write_text("it said this")
+    (runtime.make_job_folder("fit") / "n1.log").write_text("it said this")
 
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

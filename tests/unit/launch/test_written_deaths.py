@@ -144,7 +144,7 @@ async def test_last_logs_of_ended_nodes_are_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("taskgraph.launch.runtime._LOGS_KEPT", 3, raising=False)
     coordinator = Refusing()
     launchers = [await with_node(coordinator), LocalNodes(ENTRY, coordinator, Runtime())]
-    folder = Runtime().folder("dead")
+    folder = Runtime().make_job_folder("dead")
 
     async def ends(number: int) -> None:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", "", start_new_session=True)

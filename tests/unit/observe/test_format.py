@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from taskgraph.errors import PeerLost
-from taskgraph.observe.format import fit_screen, ids_text, kept_json, status_json, table
+from taskgraph.observe.format import ended_status_json, fit_screen, ids_text, status_json, table
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.observe.values_text import values_text
@@ -100,7 +100,11 @@ def test_the_fields_for_programs_are_always_the_same_and_on_the_page_of_commands
     assert n1.keys() == n2.keys()
     assert {*running, *n1, *running["tasks"][0]} <= told
     failed = StatusRecord(state=JobStatus.FAILED, reason="no", task=1, epoch=3, where="update", traceback="Traceback")
-    ended = [kept_json("fit", failed, None), kept_json("fit", None, None), kept_json("fit", failed, {"epochs": 4})]
+    ended = [
+        ended_status_json("fit", failed, None),
+        ended_status_json("fit", None, None),
+        ended_status_json("fit", failed, {"epochs": 4}),
+    ]
     assert all(kept.keys() == running.keys() for kept in ended)
     assert [kept["epoch"] for kept in ended] == [3, None, 4]
     assert (ended[0]["state"], ended[0]["task"], ended[0]["tasks"]) == ("failed", 1, [])

@@ -70,7 +70,7 @@ def test_what_was_reported_before_a_checkpoint_was_not_of_this_run() -> None:
     view = JobView("fit")
     record = EpochRecord(epoch=16, attempt=2, lineage=2, base=16)
     view.reset(1, [KeyValue(Keys("fit").epoch, record.to_bytes(), 1, 1, 0)])
-    progress.follow(view)
+    progress.set_view(view)
     for epoch in (16, 17, 19):
         progress.event(commit(epoch, value=epoch))
     progress.end([EpochReport(epoch, {"value": float(epoch)}, {}) for epoch in range(20)])
@@ -303,7 +303,7 @@ def test_nodes_and_replicas_come_from_the_view() -> None:
     assert len(view.in_sync(1)) == 3 and holders(view, 1) == ["n1-a"]
     progress = ProgressDisplay("fit", 2, None, 1, out=Screen(terminal=True))
     assert progress.text() == "fit  starting"
-    progress.follow(view)
+    progress.set_view(view)
     progress.event(commit(2))
     assert progress.text() == "fit  epoch 2  0.0/s  2 nodes  1/2 backed up"
     progress.event(event("cancelled", "the job was ended: interrupted"))
@@ -331,7 +331,7 @@ def running(*nodes: str) -> JobView:
 def test_elastic_job_shows_steps() -> None:
     keys, view = Keys("fit"), JobView("fit")
     progress = ProgressDisplay("fit", 1, None, out=Screen(terminal=True), clock=Clock())
-    progress.follow(view)
+    progress.set_view(view)
     assert progress.text() == "fit  starting"
     nodes = running("n1", "n2").nodes
     values = {
@@ -349,7 +349,7 @@ def test_elastic_job_shows_steps() -> None:
 
 def test_setting_up_counts_tasks() -> None:
     progress = ProgressDisplay("fit", 3, None, 1, out=Screen(terminal=True))
-    progress.follow(running("n1", "n2"))
+    progress.set_view(running("n1", "n2"))
     assert progress.text() == "fit  setting up: 1 of 3 tasks on 2 nodes"
 
 
@@ -358,7 +358,7 @@ def test_last_node_is_warned_of_once() -> None:
     progress = ProgressDisplay("fit", 1, None, 1, out=out, clock=clock)
     progress.event(commit(0))
     for view in (running("n1"), running("n1", "n2"), running("n1")):
-        progress.follow(view)
+        progress.set_view(view)
         for _ in range(3):
             clock.now += 1
             progress.tick()
