@@ -127,7 +127,7 @@ class RunningJob:
             raise SystemExit(f"the job {status.state}: {status.reason}")
         found = await self.follower.results()
         result = self.follower.assemble(found, 0.0)
-        await self.follower.let_go(found, result)
+        await self.follower.let_nodes_go(found, result)
         return result
 
     async def until_settled(self, nodes: int, *, timeout_s: float = 30.0) -> None:

@@ -258,7 +258,7 @@ class Outputs:
         return self._work
 
     def put_encoded(self, tag: str, encoded: Encoded, to: tuple[int, ...] | None = None) -> None:
-        """Puts an encoded value. For the framework."""
+        """Puts an encoded value, to all consumers if `to` is None. For the framework."""
         if consumers := self._claim(tag, to):
             self._work.put(tag, consumers, encoded)
 

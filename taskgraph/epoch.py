@@ -511,7 +511,7 @@ class PureEpoch(Epoch):
 
     @property
     def scratch(self) -> SimpleNamespace:
-        return _ReadScratch(self, self._work.scratch)
+        return _ReadOnlyScratch(self, self._work.scratch)
 
     def flag(self, to: To, meta: Any = None) -> None:
         raise self.refusal("send a flag")
@@ -537,7 +537,7 @@ class PureEpoch(Epoch):
         )
 
 
-class _ReadScratch(Scratch):
+class _ReadOnlyScratch(Scratch):
     """`epoch.scratch` of a pure handler: read-only."""
 
     __slots__ = ("_epoch",)

@@ -79,10 +79,10 @@ def message_text(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException as failed:  # less important than the error itself
-        return f"(its __str__ raises {kind_of(failed)})"
+        return f"(its __str__ raises {exception_name(failed)})"
 
 
-def kind_of(error: BaseException) -> str:
+def exception_name(error: BaseException) -> str:
     """Returns the name of an exception's class."""
     return class_name(type(error))
 
@@ -90,7 +90,7 @@ def kind_of(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """Formats a user's exception with its class: `ValueError: no such key`."""
     text = message_text(error)
-    return f"{kind_of(error)}: {text}" if text else kind_of(error)
+    return f"{exception_name(error)}: {text}" if text else exception_name(error)
 
 
 def first_lines(lines: Sequence[str], most: int) -> list[str]:

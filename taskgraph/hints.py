@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from taskgraph.channels import Inputs, Outputs
 from taskgraph.epoch import Epoch, Hold, Reply, Scratch
-from taskgraph.errors import kind_of, message_text
+from taskgraph.errors import exception_name, message_text
 
 __all__ = ["hint"]
 
@@ -75,7 +75,9 @@ def _value_hint(text: str) -> str:
 
 def _is_failed_input(error: BaseException) -> bool:
     """True if the error is one that `breakpoint()` or `input()` raises without a terminal."""
-    return kind_of(error) == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in message_text(error))
+    return exception_name(error) == "BdbQuit" or (
+        isinstance(error, EOFError) and "reading a line" in message_text(error)
+    )
 
 
 def _has_terminal() -> bool:

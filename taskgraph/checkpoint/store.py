@@ -88,7 +88,9 @@ class CheckpointStore:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def manifest(self, name: CheckpointName, files: Iterable[FileInfo] = (), before: Iterable[str] = ()) -> Manifest:
+    def make_manifest(
+        self, name: CheckpointName, files: Iterable[FileInfo] = (), before: Iterable[str] = ()
+    ) -> Manifest:
         """Makes a manifest of this job; writes nothing."""
         return Manifest(
             name=str(name),
@@ -107,7 +109,7 @@ class CheckpointStore:
             CheckpointError: the boundary does not fit into a file that can be read again.
             OSError: the file cannot be written.
         """
-        info, parts = pack_file(value, self.manifest(name).label(task))
+        info, parts = pack_file(value, self.make_manifest(name).label(task))
         self._place.write(self._file_path(str(name), task), parts)
         return info
 
@@ -210,7 +212,7 @@ class CheckpointStore:
             pass
         return True
 
-    def begin(self, series: int, run: str) -> None:
+    def note_series(self, series: int, run: str) -> None:
         """Writes a note that a series began at epoch 0, so that `--resume` does not go back to earlier series.
 
         Raises:
@@ -222,7 +224,7 @@ class CheckpointStore:
     def keep_only(self, names: Iterable[str], current: str) -> list[str]:
         """Removes checkpoints older than `current`, complete or not, except `names`. Returns the removed names.
 
-        Removes notes of `begin`, too: `current` now shows its series. Newer checkpoints may be in progress, and stay.
+        Removes notes of `note_series`, too: `current` shows its series. Newer checkpoints may be in progress, and stay.
 
         Raises:
             OSError: some checkpoints could not be removed; all others were.
@@ -259,7 +261,7 @@ class CheckpointStore:
         return sorted(n for text in self.list_folder() if (n := CheckpointName.parse(text)) is not None)
 
     def _noted_series(self) -> list[int]:
-        """Returns the series that `begin` noted."""
+        """Returns the series that `note_series` noted."""
         return [int(found[1]) for text in self.list_folder() if (found := _SERIES_NOTE.fullmatch(text))]
 
     def names_of_run(self, series: int, run: str) -> list[CheckpointName]:
@@ -286,7 +288,7 @@ class CheckpointStore:
         return [name for name in reversed(self._names()) if seems_complete(name)]
 
     def highest_series_and_attempt(self) -> tuple[int, int]:
-        """Returns the highest series, also of notes of `begin`, and the highest attempt of all checkpoints; 0: none."""
+        """Returns the highest series, also of noted ones, and the highest attempt of all checkpoints; 0: none."""
         found = self._names()
         series = max((*(n.series for n in found), *self._noted_series()), default=0)
         return series, max((n.attempt for n in found), default=0)

@@ -178,7 +178,7 @@ def _command_log(job: str) -> Path:
 def _log_files(job: str, node: str | None = None) -> Sequence[Path]:
     """Returns the logs of the job's nodes, or of one, where they are now: they are moved when the job ends."""
     runtime = Runtime()
-    ended = runtime.find(job) is None and runtime.killed(job) is None
+    ended = runtime.find(job) is None and runtime.find_killed(job) is None
     folder = runtime.kept_logs(job) if ended else runtime.left_logs(job)
     return sorted(folder.glob(f"{glob.escape(node)}.log" if node else "n*.log")) if folder is not None else []
 

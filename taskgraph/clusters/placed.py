@@ -85,7 +85,7 @@ def how_to_run(job: str, command: str) -> str:
 def find_kept_by(placed: PlacedJob) -> KeptJob | None:
     """Returns what a launcher kept of a job that has ended, where this host sees it; None: nothing, or it goes on."""
     kept = placed.where.get("kept")
-    return Runtime(Path(kept)).finished(placed.job) if kept else None
+    return Runtime(Path(kept)).find_finished(placed.job) if kept else None
 
 
 def etcd_has_ended(placed: PlacedJob) -> bool:

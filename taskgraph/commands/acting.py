@@ -17,7 +17,7 @@ from taskgraph.commands.common import (
     etcd_of,
     find_entry,
     reach,
-    see_text,
+    see_also_text,
 )
 from taskgraph.coordination.opening import opened
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -69,7 +69,7 @@ def _check_running(reached: FoundJob, view: JobView) -> None:
     """Raises UnknownJob if the job has ended."""
     if not view.running:
         how = ended_text(view.status.record.state if view.status else "deleted")
-        raise UnknownJob(f"job {reached.name!r} has ended ({how}): see {see_text(reached.name)}")
+        raise UnknownJob(f"job {reached.name!r} has ended ({how}): see {see_also_text(reached.name)}")
 
 
 def signal_number(text: str) -> signal.Signals:
@@ -166,7 +166,7 @@ def _is_only_holder(view: JobView, task: int, node: str) -> bool:
 
 def can_signal(record: NodeRecord) -> bool:
     """Returns True if we can signal the node: it is on this host, of our user, not the first process of a container."""
-    if _folder(record) is None or record.pid == 1:
+    if _socket_folder(record) is None or record.pid == 1:
         return False
     with contextlib.suppress(ProcessLookupError):  # `signal_here` reports that it has ended
         try:
@@ -176,7 +176,7 @@ def can_signal(record: NodeRecord) -> bool:
     return True
 
 
-def _folder(record: NodeRecord) -> Path | None:
+def _socket_folder(record: NodeRecord) -> Path | None:
     """Returns the folder with the sockets of a node; None: the node runs on another host."""
     here = host_of(host_key())
     for endpoint in record.control.split("|"):
@@ -196,7 +196,7 @@ def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
         JobError: its process has ended.
         TransportError: the process is another user's, or the first process of a container, which the kernel spares.
     """
-    folder = _folder(record)
+    folder = _socket_folder(record)
     if folder is None:
         return False
     if record.pid == 1 and number in (signal.SIGKILL, signal.SIGSTOP):
@@ -392,7 +392,7 @@ async def forget(options: argparse.Namespace) -> int:
             refused.append(error)
             continue
         forget_placed(name)
-        here = "; this host keeps its copy" if Runtime().finished(name) is not None else ""
+        here = "; this host keeps its copy" if Runtime().find_finished(name) is not None else ""
         print(f"job {name} is forgotten by etcd at {etcd} ({count} key{'s' * (count > 1)}){here}")
     for why in refused[:-1]:
         say(str(why))
@@ -413,7 +413,7 @@ def _etcd_of_job(options: argparse.Namespace, name: str) -> tuple[str, dict[str,
         return etcd, access_of(options)
     if (placed := find_placed(name)) is not None and placed.etcd:
         return placed.etcd, placed.tls
-    known = Runtime().known(name)
+    known = Runtime().find_any(name)
     if known is None or (known.embedded and known.stale):
         raise JobError(
             f"job {name!r}: give its etcd with --etcd. A run without --etcd leaves nothing in an etcd, and this host "
@@ -424,7 +424,7 @@ def _etcd_of_job(options: argparse.Namespace, name: str) -> tuple[str, dict[str,
 
 def token(options: argparse.Namespace) -> int:
     """Prints the token of a job of this host, for its nodes on other hosts."""
-    entry = Runtime().killed(options.job) if options.job and etcd_of(options) is None else None
+    entry = Runtime().find_killed(options.job) if options.job and etcd_of(options) is None else None
     if entry is None or entry.embedded:  # with an etcd of its own, a job outlives a killed launcher
         entry = find_entry(options)
     if not entry.token:

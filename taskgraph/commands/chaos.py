@@ -174,7 +174,7 @@ class _Chaos:
                         self._done[fault.kind] += 1
                 if fault.kind == "stop":
                     self._stopped[fault.node] = record.pid
-                    group.create_task(self._wake(fault))
+                    group.create_task(self._wake_later(fault))
                 group.create_task(self._report_commit(epoch, fault.node))
 
     async def _draw_fault(self) -> Fault:
@@ -225,7 +225,7 @@ class _Chaos:
             words = [f"one of {counted(len(_workers(self._view)), 'worker')}"]
         return (" and ".join(words) or "which has no task") + (f", for {fault.lasts_s:.1f} s" * bool(fault.lasts_s))
 
-    async def _wake(self, fault: Fault) -> None:
+    async def _wake_later(self, fault: Fault) -> None:
         """Wakes a stopped node after its time. Once it is registered, it may be hit again."""
         await asyncio.sleep(fault.lasts_s)
         self._thaw(fault.node)

@@ -56,9 +56,9 @@ __all__ = [
     "on_ending_signals",
     "reach",
     "restore_signals",
-    "see_text",
-    "token_for",
+    "see_also_text",
     "token_of",
+    "token_of_new_job",
     "wait_until_launcher_gone",
 ]
 
@@ -169,7 +169,9 @@ class NewToken:
             remove_file(self.path)
 
 
-def token_for(options: argparse.Namespace, otherwise: Path | None = None, *, again: bool = False) -> NewToken | None:
+def token_of_new_job(
+    options: argparse.Namespace, otherwise: Path | None = None, *, again: bool = False
+) -> NewToken | None:
     """Returns the token of a new job, from the named file. Writes the file with a new token if it is missing.
     None: neither the options nor `otherwise` name a file.
 
@@ -255,7 +257,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
         if (placed := _placed_entry(name)) is not None:
             return _with_given(placed, options)
         known = ", ".join(e.name for e in runtime.jobs())
-        others = f"Running here: {known}." if known else _none_text(runtime).partition(". ")[2]
+        others = f"Running here: {known}." if known else _no_job_text(runtime).partition(". ")[2]
         raise UnknownJob(" ".join(filter(None, (f"No job {name!r} runs here.", others, "Elsewhere: --etcd."))))
     jobs = runtime.jobs()
     if len(jobs) == 1:
@@ -265,7 +267,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
             return _with_given(elsewhere[0], options)
         raise JobError(f"several jobs were submitted here: name one of {', '.join(e.name for e in elsewhere)}")
     if not jobs:
-        raise UnknownJob(f"{_none_text(runtime)} Elsewhere: give its name and --etcd.")
+        raise UnknownJob(f"{_no_job_text(runtime)} Elsewhere: give its name and --etcd.")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
 
 
@@ -275,7 +277,7 @@ def _placed_entries(runtime: Runtime) -> list[JobEntry]:
 
     def has_ended(name: str) -> bool:
         placed = find_placed(name)
-        return runtime.finished(name) is not None or (placed is not None and find_kept_by(placed) is not None)
+        return runtime.find_finished(name) is not None or (placed is not None and find_kept_by(placed) is not None)
 
     found = [_placed_entry(name) for name in placed_names() if not has_ended(name)]
     return [entry for entry in found if entry is not None]
@@ -332,16 +334,16 @@ async def _check_run(coordinator: Coordinator, name: str, run: str) -> None:
 
 def _ended_here_text(runtime: Runtime, name: str) -> str:
     """Returns the message that a job has ended, or that its launcher was killed; "": this host knows of no end."""
-    kept = runtime.finished(name)
+    kept = runtime.find_finished(name)
     if kept is not None:
         return _has_ended_text(name, kept)
-    killed = runtime.killed(name)
+    killed = runtime.find_killed(name)
     return _killed_text(runtime, killed) if killed is not None else ""
 
 
 def _has_ended_text(name: str, kept: KeptJob) -> str:
     """Returns the message that a job has ended, and what shows more."""
-    return f"job {name!r} has ended ({ended_text(kept.state)}): see {see_text(name)}"
+    return f"job {name!r} has ended ({ended_text(kept.state)}): see {see_also_text(name)}"
 
 
 def _with_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
@@ -356,7 +358,7 @@ def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:
     Args:
         run: the id of the run, if that etcd was asked: it identifies the etcd, whose members may be listed differently.
     """
-    known = Runtime().known(name)
+    known = Runtime().find_any(name)
     return known if known is not None and (known.etcd == etcd or (run and known.run == run)) else None
 
 
@@ -371,12 +373,12 @@ def _with_what_is_known(entry: JobEntry, run: str) -> JobEntry:
 def check_launcher(entry: JobEntry) -> None:
     """Raises UnknownJob if the job's launcher was killed, and its embedded etcd with it."""
     runtime = Runtime()
-    if entry.embedded and (killed := runtime.killed(entry.name)) is not None:
+    if entry.embedded and (killed := runtime.find_killed(entry.name)) is not None:
         raise UnknownJob(_killed_text(runtime, killed))
 
 
 def ended_with_launcher(entry: JobEntry | None) -> bool:
-    """Returns True if the job's embedded etcd has ended with its launcher."""
+    """Returns True if the job's embedded etcd has ended with its launcher; False if it has none."""
     if entry is None or not entry.embedded:
         return False
     found = Runtime().find(entry.name)
@@ -389,7 +391,7 @@ async def wait_until_launcher_gone(entry: JobEntry | None) -> None:
         await asyncio.sleep(_GONE_POLL_S)
 
 
-def _none_text(runtime: Runtime) -> str:
+def _no_job_text(runtime: Runtime) -> str:
     """Says that no job runs here, and which ended. Names the folder, since jobs of other users are in other folders."""
     ended = runtime.finished_names()
     if not ended:
@@ -478,7 +480,7 @@ def drop_terminal() -> None:
         os.close(null)
 
 
-def see_text(name: str) -> str:
+def see_also_text(name: str) -> str:
     """Returns the commands that show more of a job."""
     return f"`taskgraph status {name}`, `taskgraph events {name}`"
 

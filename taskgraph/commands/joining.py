@@ -30,7 +30,7 @@ from taskgraph.commands.common import (
     obey_ending_signals,
     reach,
     restore_signals,
-    see_text,
+    see_also_text,
     token_of,
     wait_until_launcher_gone,
 )
@@ -43,7 +43,7 @@ from taskgraph.errors import JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import JobFunction
 from taskgraph.launch.begin import command, options
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.follow import Follower, if_etcd_answers
+from taskgraph.launch.follow import Follower, ignoring_etcd_failures
 from taskgraph.launch.kept import collected_record, job_failed, lost_text
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -180,8 +180,8 @@ async def _launch(options: argparse.Namespace) -> int:
 def _launcher_ended_error(reached: FoundJob) -> UnknownJob:
     """Makes the error for a job whose embedded etcd ended with its launcher."""
     check_launcher(reached.entry)
-    name, kept = reached.name, Runtime().finished(reached.name, reached.spec.run)
-    how = f" ({ended_text(kept.state)}): see {see_text(name)}" if kept is not None else ""
+    name, kept = reached.name, Runtime().find_finished(reached.name, reached.spec.run)
+    how = f" ({ended_text(kept.state)}): see {see_also_text(name)}" if kept is not None else ""
     return UnknownJob(f"job {name!r} has ended with its launcher, which ran its etcd{how}")
 
 
@@ -245,11 +245,11 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
 
 async def _values_text(reached: FoundJob) -> str:
     """Returns where the values of a finished job are, if another command collected them or gave them up."""
-    async with if_etcd_answers(_LAST_LOOK_S):
+    async with ignoring_etcd_failures(_LAST_LOOK_S):
         found = await reached.coordinator.get(Keys(reached.name).collected)
         if found is not None and not (kept := collected_record(found)).result and kept.not_kept:
             return f"its values are not kept: {kept.not_kept}"
-    here = reached.entry.embedded or Runtime().finished(reached.name, reached.spec.run) is not None
+    here = reached.entry.embedded or Runtime().find_finished(reached.name, reached.spec.run) is not None
     where = "" if here else f" --etcd {reached.entry.etcd}"  # without --etcd this host may find an earlier run
     return f"its values: `taskgraph result {reached.name}{where}`"
 
@@ -260,7 +260,7 @@ async def _left_text(how: str, reached: FoundJob, follower: Follower) -> str:
     If no other node lives, it adds what is lost: the state of a job, or the values of a finished one.
     """
     text = f"the nodes started here {how}"
-    async with if_etcd_answers(_LAST_LOOK_S):
+    async with ignoring_etcd_failures(_LAST_LOOK_S):
         await follower.keeper.load()
     view = follower.view
     if view.live_nodes(reached.spec.run):
@@ -330,7 +330,7 @@ def node(options: argparse.Namespace) -> int:
 
 
 def _token_at(options: argparse.Namespace, etcd: str) -> str | None:
-    """Returns the token of a job in that etcd, hex: from the named file, or as this host knows it."""
+    """Returns the token of a job in that etcd, hex: from the named file, or as this host knows it; None: neither."""
     token = token_of(options)
     if token is None and (local := Runtime().find(options.job) or known_at(options.job, etcd)) is not None:
         token = local.token

@@ -57,7 +57,7 @@ def _find_kept_here(options: argparse.Namespace) -> KeptJob | None:
     placed = find_placed(options.job)
     if placed is not None and "kept" in placed.where:
         return find_kept_by(placed)
-    return runtime.finished(options.job)
+    return runtime.find_finished(options.job)
 
 
 def status(options: argparse.Namespace) -> int:
@@ -220,7 +220,7 @@ def _kept_if_launcher_ended(entry: JobEntry) -> KeptJob | None:
     """
     check_launcher(entry)
     runtime = Runtime()
-    return runtime.finished(entry.name) if entry.embedded and runtime.find(entry.name) is None else None
+    return runtime.find_finished(entry.name) if entry.embedded and runtime.find(entry.name) is None else None
 
 
 def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
@@ -271,7 +271,7 @@ async def _events(options: argparse.Namespace) -> int:
     check_launcher(reached.entry)
     # Older events than those remembered were printed before.
     since = min((event.at for event in printed), default=0.0) if len(printed) == printed.maxlen else 0.0
-    for event in (Runtime().finished(reached.name) or KeptJob()).events:
+    for event in (Runtime().find_finished(reached.name) or KeptJob()).events:
         if event.at >= since and event not in printed:
             print_event(event, as_json=options.json)
     return 0
@@ -307,7 +307,7 @@ def print_event(event: Event, *, as_json: bool) -> None:
 def result(options: argparse.Namespace) -> int:
     """Prints the result of an ended job."""
     if (kept := _find_kept_here(options)) is not None:
-        print_values(kept.result_of(options.job), as_json=options.json)
+        print_values(kept.require_result(options.job), as_json=options.json)
         return 0
     return uvloop.run(_result(options))
 
@@ -337,7 +337,7 @@ async def _result(options: argparse.Namespace) -> int:
         if kept.state == JobStatus.RUNNING:
             raise _still_running(reached.name)
         if kept.result or kept.state != JobStatus.FINISHED:
-            print_values(kept.result_of(reached.name), as_json=options.json)
+            print_values(kept.require_result(reached.name), as_json=options.json)
         else:
             await _collect_and_print(reached, as_json=options.json)
         return 0
@@ -359,7 +359,7 @@ async def _collect_and_print(reached: FoundJob, *, as_json: bool) -> None:
         if collected is None:  # another command may have collected it meanwhile, or a `result()` raised
             kept = await find_kept(reached.coordinator, reached.name) or KeptJob()
             lost = follower.kept.not_kept or kept.not_kept
-            found = structs.replace(kept, not_kept=lost).result_of(reached.name)
+            found = structs.replace(kept, not_kept=lost).require_result(reached.name)
         else:
             found = follower.kept.parsed_result if follower.kept.result else json.loads(collected.to_json())
         print_values(found, as_json=as_json)

@@ -18,7 +18,7 @@ from taskgraph.clusters.placed import (
     make_placed_job,
     placed_names,
 )
-from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_for
+from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_of_new_job
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import Job
@@ -47,8 +47,8 @@ def place_job(options: argparse.Namespace, job: Job) -> int:
         return 0
     launcher.text(request)  # what is wrong is said before anything is written
     Runtime().make_placed_folder()
-    before = Runtime().finished(request.job)
-    token = token_for(options)
+    before = Runtime().find_finished(request.job)
+    token = token_of_new_job(options)
     request = dataclasses.replace(
         request, token=token.token if token is not None else "", token_file=str(token.path) if token is not None else ""
     )

@@ -19,7 +19,7 @@ from taskgraph.commands.common import (
     node_tls_of,
     obey_ending_signals,
     restore_signals,
-    token_for,
+    token_of_new_job,
 )
 from taskgraph.commands.drivers import job_of
 from taskgraph.errors import CheckpointError, JobError, JobFailed
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, function: JobFunction[...] | None = None) -
     """Starts nodes here, follows the job, prints its values."""
     job = job_of(options, function)
     listening = listening_of(options, options.nodes)  # before anything is written
-    token = token_for(options)
+    token = token_of_new_job(options)
     try:
         return uvloop.run(_Run(options, job).until_over(listening, token))
     except (JobError, CheckpointError):

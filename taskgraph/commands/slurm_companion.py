@@ -100,7 +100,11 @@ class _Companion:
         self._options = parser(words).parse_args(words)
 
     async def run(self, own_etcd: str | None) -> int:
-        """Submits the job, waits for its end, and ends the array. Returns the exit code, see `main`."""
+        """Submits the job, waits for its end, and ends the array. Returns the exit code, see `main`.
+
+        Args:
+            own_etcd: the host of the job's own etcd; None: it has none.
+        """
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)

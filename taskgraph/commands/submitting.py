@@ -16,7 +16,7 @@ from taskgraph.commands.common import (
     access_words,
     etcd_of,
     node_tls_of,
-    token_for,
+    token_of_new_job,
 )
 from taskgraph.commands.drivers import job_of
 from taskgraph.coordination.api import AccessRefused, Coordinator
@@ -47,7 +47,7 @@ def submit(options: argparse.Namespace, function: JobFunction[...] | None = None
     spec = JobSpec.of(job, expected_nodes=options.nodes or 0)
     if options.run is not None:
         spec = dataclasses.replace(spec, run=options.run)
-    token = token_for(options, Path(f"{spec.name}.token"), again=options.run is not None)
+    token = token_of_new_job(options, Path(f"{spec.name}.token"), again=options.run is not None)
     assert token is not None
     spec = dataclasses.replace(spec, token_mark=token_mark(bytes.fromhex(token.token)))
     try:

@@ -19,7 +19,7 @@ from taskgraph.commands.looking import print_values
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.follow import find_kept, if_etcd_answers
+from taskgraph.launch.follow import find_kept, ignoring_etcd_failures
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.shown import JobProgress
 from taskgraph.observe.events import Event
@@ -142,7 +142,7 @@ async def _end_nodes(inside: Inside, job: str) -> None:
 
 async def _wait_for_end_event(follower: Collector, status: StatusRecord) -> None:
     """Waits a moment for the event of a job's failure or cancellation, which a node writes after the status."""
-    async with if_etcd_answers(_LAST_EVENT_S):
+    async with ignoring_etcd_failures(_LAST_EVENT_S):
         while not any(event.kind == status.state for event in await follower.events_of_run()):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
@@ -166,7 +166,7 @@ async def _wait_and_collect(follower: Collector, path: Path | None) -> tuple[Sta
 
 
 async def _print_collected(reached: FoundJob, follower: Collector, path: Path | None) -> int:
-    """Prints values that were collected before: this command was started again, or `taskgraph result` was faster."""
+    """Prints values that were collected before, as by this command before it was started again. Returns its code."""
     kept = await find_kept(reached.coordinator, reached.name) or KeptJob()
     if kept.result:
         if path is not None:

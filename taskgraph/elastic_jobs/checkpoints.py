@@ -165,7 +165,7 @@ class Checkpoints:
         mark = node.trace.begin(of_step=False)
         info = await self._reader.call(lambda: store.write(name, 0, value))
         node.trace.keep(mark, "checkpoint", "writes its file", size_bytes=value.size_bytes)
-        await self._reader.call(lambda: store.stage(store.manifest(name, [info], kept)))
+        await self._reader.call(lambda: store.stage(store.make_manifest(name, [info], kept)))
         if not self._is_useful(copy, lineage):
             return  # the job ended meanwhile, or went back, or another worker was faster
         writer = node.new_writer()

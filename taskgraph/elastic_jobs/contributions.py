@@ -152,7 +152,7 @@ class Contributions:
         """
         there = self._sums_of_all(action.position, action.spans)
         whole = add_up({span: sums.without_arrays() for span, sums in there.items()}, _all_parts(action.spans))
-        if whole.is_unlike:
+        if whole.has_unlike_layouts:
             self._summed = Total.of(whole)
             self._core.note_summed(action.view, action.position)
         elif self._together is not None:

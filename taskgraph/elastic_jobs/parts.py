@@ -340,9 +340,9 @@ def title(path: tuple[str, ...]) -> str:
 
 def check_alike(total: Sums) -> None:
     """Raises StepError if parts of different workers contributed unlike names, shapes or dtypes."""
-    if total.is_unlike:
+    if total.has_unlike_layouts:
         path, first, second = total.layout[1]
-        places = total.in_parts_of(first, second)
+        places = total.difference_text(first, second)
         raise StepError(f"{title(path)} is {places}: {_advice(path, first, second)}")
 
 

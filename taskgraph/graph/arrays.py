@@ -28,7 +28,7 @@ __all__ = [
     "empty",
     "immutable_base",
     "immutable_copy",
-    "known_blocks",
+    "known_block_digests",
     "known_digest",
     "remember_digest",
     "share_bytes",
@@ -185,7 +185,7 @@ class PendingCopy:
             self._source = array.reshape(-1).view(np.uint8)
             return
         target = self._target
-        np.copyto(dtypes.opaque(np.ndarray(array.shape, array.dtype, target.data)), dtypes.opaque(array))
+        np.copyto(dtypes.as_void(np.ndarray(array.shape, array.dtype, target.data)), dtypes.as_void(array))
         if mask is not None:
             np.ndarray((self.nbytes,), np.uint8, target.data).reshape(-1, array.itemsize)[:, mask] = 0
 
@@ -342,7 +342,7 @@ def immutable_copy(parts: Iterable[Array]) -> NDArray[np.uint8]:
     return base
 
 
-def known_blocks(buffer: object) -> bytes | None:
+def known_block_digests(buffer: object) -> bytes | None:
     """Returns the digests of a buffer's blocks if the buffer is all of what `immutable_copy` made; else None."""
     if type(buffer) is not memoryview:
         return None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import DecodeError
 
-__all__ = ["DTYPES_BY_DESCRIPTION", "DTYPE_DESCRIPTIONS", "DtypeRefused", "copy_with_padding", "opaque", "padding"]
+__all__ = ["DTYPES_BY_DESCRIPTION", "DTYPE_DESCRIPTIONS", "DtypeRefused", "as_void", "copy_with_padding", "padding"]
 
 _MAX_ITEM: Final = 2**31 - 1
 """Bytes of one element; numpy's own limit."""
@@ -257,7 +257,7 @@ def _padding_mask(dtype: np.dtype[Any]) -> NDArray[np.bool_]:
     return mask
 
 
-def opaque(array: NDArray[Any]) -> NDArray[Any]:
+def as_void(array: NDArray[Any]) -> NDArray[Any]:
     """Returns a view of the array whose elements are plain bytes, so that assignments copy padding, too.
 
     numpy copies records field by field, and leaves the bytes between the fields as they were.
@@ -271,5 +271,5 @@ def copy_with_padding(array: NDArray[Any]) -> NDArray[Any]:
     if array.dtype.names is None:
         return array.copy()
     copy: NDArray[Any] = np.empty(array.shape, array.dtype)
-    opaque(copy)[...] = opaque(array)
+    as_void(copy)[...] = as_void(array)
     return copy

@@ -25,7 +25,7 @@ from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.graph.layout import MAX_DEPTH, ArrayHead, Ext, lone_array_head, to_bytes
 from taskgraph.graph.libraries import codec_of_library
-from taskgraph.graph.refusals import CannotTravel, key_step, trial, way_out
+from taskgraph.graph.refusals import CannotTravel, key_step, suggest_instead, trial
 
 __all__ = ["Writer", "write"]
 
@@ -323,7 +323,7 @@ def _scalar(writer: Writer, value: np.generic) -> Ext:
         return writer.extension(layout.NUMPY_BYTES_EXT, bytes(value))
     array = np.asarray(value)
     if array.dtype.type is not type(value):
-        raise CannotTravel(value, way_out(value))
+        raise CannotTravel(value, suggest_instead(value))
     dtype, _ = _describe_dtype(value, array.dtype)
     return writer.extension(layout.SCALAR_EXT, to_bytes((dtype, arrays.small_bytes(array))))
 
@@ -404,7 +404,7 @@ def _convert_other(writer: Writer, value: Any) -> Any:
         return _codec_value(writer, value, library)
     if _is_protobuf(value):
         return _protobuf(writer, value)
-    raise CannotTravel(value, way_out(value))
+    raise CannotTravel(value, suggest_instead(value))
 
 
 class _Converters(dict[type, Callable[[Writer, Any], Any]]):

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.graph.dtypes import copy_with_padding, opaque
+from taskgraph.graph.dtypes import as_void, copy_with_padding
 
 __all__ = ["copy_in_order", "forward_axes", "in_c_order", "order_of", "restore_order"]
 
@@ -117,7 +117,7 @@ def _copy_with_gaps(array: NDArray[Any], order: bytes) -> NDArray[Any]:
         within = strides[at] * array.shape[at]
     room = np.empty(within, np.uint8)
     spread: NDArray[Any] = np.ndarray(array.shape, array.dtype, room, 0, tuple(strides))
-    opaque(spread)[...] = opaque(array)
+    as_void(spread)[...] = as_void(array)
     spread.flags.writeable = array.flags.writeable
     return spread
 

@@ -44,7 +44,7 @@ def outline(encoded: Encoded) -> list[NamedArray]:
         DecodeError: the bytes are not a value.
     """
     # The trailer says which arrays were on a device, which does not matter here.
-    tree = _Outline(encoded, value_end(encoded.meta), frozenset(), None, False).read()
+    tree = _OutlineReader(encoded, value_end(encoded.meta), frozenset(), None, False).read()
     return list(_walk(tree, ()))
 
 
@@ -57,7 +57,7 @@ def decode_untyped(encoded: Encoded) -> Any:
     Raises:
         DecodeError: the bytes are not a value.
     """
-    return _Untyped(encoded, value_end(encoded.meta), frozenset(), None, False).read()
+    return _UntypedReader(encoded, value_end(encoded.meta), frozenset(), None, False).read()
 
 
 @dataclass(eq=False, slots=True)
@@ -78,7 +78,7 @@ class _MessageStub:
     fields: dict[str, Any]
 
 
-class _Untyped(Reader):
+class _UntypedReader(Reader):
     """Decodes a value with stubs in place of messages, and without codecs."""
 
     __slots__ = ()
@@ -93,14 +93,14 @@ class _Untyped(Reader):
         return _MessageStub(fields if type(fields) is dict else {})
 
 
-_Untyped.extensions |= {
-    layout.MESSAGE_EXT: _Untyped._message_stub,
-    layout.CODEC_EXT: _Untyped._payload_tree,
-    layout.PROTOBUF_EXT: _Untyped._payload_tree,
+_UntypedReader.extensions |= {
+    layout.MESSAGE_EXT: _UntypedReader._message_stub,
+    layout.CODEC_EXT: _UntypedReader._payload_tree,
+    layout.PROTOBUF_EXT: _UntypedReader._payload_tree,
 }
 
 
-class _Outline(_Untyped):
+class _OutlineReader(_UntypedReader):
     """Decodes a value with stubs in place of arrays, too."""
 
     __slots__ = ()

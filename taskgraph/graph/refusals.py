@@ -21,7 +21,7 @@ import numpy as np
 from taskgraph.errors import ValueNotEncodable
 from taskgraph.graph import codecs
 
-__all__ = ["CannotTravel", "key_step", "library_of", "trial", "way_out"]
+__all__ = ["CannotTravel", "key_step", "library_of", "suggest_instead", "trial"]
 
 _KEY_CHARS = 40
 """Characters of a dict's key that a message shows."""
@@ -74,7 +74,7 @@ def library_of(value: Any) -> str:
     return str(getattr(ask(), "__name__", "")) if ask is not None else ""
 
 
-def way_out(value: Any) -> str:
+def suggest_instead(value: Any) -> str:
     """Returns advice on what to send instead of a value; general advice if inspecting the value raises."""
     try:
         return _specific_advice(value)
@@ -82,13 +82,13 @@ def way_out(value: Any) -> str:
         return _GENERAL_ADVICE
 
 
-class _Trial:
+class _TrialEncoder:
     """Holds the function that tries to encode a value: `encoding` sets it, since `encoding` imports this module."""
 
     write: Callable[[Any], object] = staticmethod(lambda value: None)
 
 
-trial: Final = _Trial()
+trial: Final = _TrialEncoder()
 
 Candidates = Sequence[tuple[str, Callable[[Any], Any]]]
 
@@ -248,7 +248,7 @@ def _method_candidate(name: str) -> tuple[str, Callable[[Any], Any]]:
 
 
 def _table_advice(value: Any) -> str | None:
-    """Returns advice for a table or column of polars, pyarrow or xarray."""
+    """Returns advice for a table or column of polars, pyarrow or xarray; None: there is none."""
     if hasattr(value, "collect"):
         return "send what x.collect() gives, as its columns"
     as_lists = ("df.to_dict(as_series=False)", lambda df: df.to_dict(as_series=False))

@@ -106,12 +106,12 @@ class Sums:
         return self._with(arrays, self.collected)
 
     @property
-    def is_unlike(self) -> bool:
+    def has_unlike_layouts(self) -> bool:
         """True if the added trees had different layouts: the sum has no elements, and cannot become a tree."""
         return bool(self.layout[0] == _UNLIKE)
 
     def add_consuming(self, other: Sums, allocate: Allocate | None = None, by: np.ufunc = np.add) -> Sums:
-        """Returns the sum of two sums, of which `other` has the later parts. If their layouts differ, it `is_unlike`.
+        """Returns the sum of two sums, of which `other` has the later parts; see `has_unlike_layouts`.
 
         Adds into the arrays of this sum, which must not be used then, unless they are read-only (sent or received).
 
@@ -119,7 +119,7 @@ class Sums:
             by: adds two arrays, or takes their minimum or maximum.
         """
         if self.layout != other.layout:
-            unlike = next((each for each in (self, other) if each.is_unlike), None)
+            unlike = next((each for each in (self, other) if each.has_unlike_layouts), None)
             if unlike is None:
                 unlike = Sums((_UNLIKE, difference(self.layout, other.layout)), ())
                 unlike.workers = (*self.workers, *other.workers)
@@ -146,11 +146,11 @@ class Sums:
             views: names in the tree, a dict, whose arrays are read-only numpy views.
             allocate: gives memory for large copies.
         """
-        if self.is_unlike:
+        if self.has_unlike_layouts:
             path, first, second = self.layout[1]
             raise StepError(
-                f"{'.'.join(path) or 'what they add'} is {self.in_parts_of(first, second)}: add the same names with "
-                f"the same shapes and dtypes, on all workers"
+                f"{'.'.join(path) or 'what they add'} is {self.difference_text(first, second)}: add the same names "
+                f"with the same shapes and dtypes, on all workers"
             )
         at = {array.dtype: 0 for array in self.arrays}
         arrays = {array.dtype: array for array in self.arrays}
@@ -162,7 +162,7 @@ class Sums:
             for name, part in zip(names, parts, strict=True)
         }
 
-    def in_parts_of(self, first: str, second: str) -> str:
+    def difference_text(self, first: str, second: str) -> str:
         """Says, of a sum of trees that differ, in whose parts something is `first`, and in whose `second`."""
         both = len(self.workers) == 2
         one, other = (f"the parts of {name}" for name in self.workers) if both else ("some parts", "others")

@@ -162,7 +162,7 @@ def _finish_buffers(meta: bytes, buffers: Sequence[Any]) -> tuple[tuple[memoryvi
 
 def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview | digests.FillingBuffer]) -> bytes:
     """Returns the digest of a value, from known digests of blocks where there are some."""
-    known = [arrays.known_blocks(buffer) for buffer in buffers]
+    known = [arrays.known_block_digests(buffer) for buffer in buffers]
     if any(known):
         parts = [one or digests.block_digests(buffer) for one, buffer in zip(known, buffers, strict=True)]
         return digests.of_block_digests(meta, [buffer.nbytes for buffer in buffers], b"".join(parts))

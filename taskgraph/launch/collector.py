@@ -1,7 +1,7 @@
 """Collects the result of a finished job from its nodes. Once the result is kept, the nodes may leave.
 
-A run (`tg.run`, `taskgraph run`) goes first: it calls `results`, then `let_go`. Other commands call `collect`, which
-waits a while for the run, keeps the result on this host, and then lets the nodes go. In etcd this is the key
+A run (`tg.run`, `taskgraph run`) goes first: it calls `results`, then `let_nodes_go`. Other commands call `collect`,
+which waits a while for the run, keeps the result on this host, and then lets the nodes go. In etcd this is the key
 `collected`: nodes leave when they see it. It has the result, or says where that is.
 """
 
@@ -23,7 +23,7 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.collect import assemble, damaged_tasks, is_complete, make_copies, size_bytes
-from taskgraph.launch.follow import Follower, client_of, if_etcd_answers
+from taskgraph.launch.follow import Follower, client_of, ignoring_etcd_failures
 from taskgraph.launch.kept import KeptJob, collected_record, lost_text
 from taskgraph.launch.runtime import Runtime
 from taskgraph.network.tls import Tls
@@ -192,7 +192,7 @@ class Collector(Follower):
         """Makes the job's result from the results of its tasks."""
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
 
-    async def let_go(self, found: list[TaskResult], result: JobResult) -> None:
+    async def let_nodes_go(self, found: list[TaskResult], result: JobResult) -> None:
         """Lets the nodes leave: writes `collected` to etcd, with a copy of the run's result if it fits there.
 
         Sets `kept` to a copy for this host. If etcd does not answer, the nodes leave after `results_kept_s`.
@@ -228,6 +228,7 @@ class Collector(Follower):
         Otherwise the end and the values of an earlier run of this name would be taken for this one's.
 
         Args:
+            status: None: it is not known, since the job's keys are gone.
             otherwise: why the values of a finished job are not kept, if this process does not know another reason.
             etcd: False: there is none to read events from.
         """
@@ -243,7 +244,7 @@ class Collector(Follower):
         """Writes a record on this host, with the job's status and events; raises OSError or TaskGraphError."""
         events: list[Event] = []
         if etcd:
-            async with if_etcd_answers(_REST_S):
+            async with ignoring_etcd_failures(_REST_S):
                 events = await self.events_of_run()
         lines = tuple(event.to_json() for event in events)
         spec = self._spec
@@ -278,7 +279,7 @@ class Collector(Follower):
         if self.finished and not view.collected and not view.live_nodes(self._spec.run):
             self.kept = KeptJob(not_kept=lost_text(self._spec.name, view.checkpoint, self._spec.unit))
         elif self.finished and view.collected:
-            async with if_etcd_answers(_REST_S):
+            async with ignoring_etcd_failures(_REST_S):
                 found = collected_record(await self._coordinator.get(view.keys.collected))
                 if found.writer:
                     self.kept = KeptJob(not_kept=found.not_kept)

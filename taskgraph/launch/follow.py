@@ -39,7 +39,7 @@ from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done, cancel_and_wait
 from taskgraph.transport.endpoints import host_key
 
-__all__ = ["DELETED", "Follower", "client_of", "find_kept", "if_etcd_answers", "kept_events", "node_statuses"]
+__all__ = ["DELETED", "Follower", "client_of", "find_kept", "ignoring_etcd_failures", "kept_events", "node_statuses"]
 
 log = logging.getLogger("taskgraph.follow")
 
@@ -63,7 +63,7 @@ def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> Contr
 
 
 @contextlib.asynccontextmanager
-async def if_etcd_answers(within_s: float) -> AsyncIterator[None]:
+async def ignoring_etcd_failures(within_s: float) -> AsyncIterator[None]:
     """Runs a block that may be given up: ends it silently if etcd refuses, or after `within_s`."""
     with contextlib.suppress(CoordinationError, TimeoutError):
         async with asyncio.timeout(within_s):
@@ -86,7 +86,7 @@ async def find_kept(coordinator: Coordinator, name: str) -> KeptJob | None:
     if status is None:
         return None
     if (kept.not_kept or not kept.result) and spec is not None:
-        here = Runtime().finished(name, JobSpec.from_bytes(spec.value).run)
+        here = Runtime().find_finished(name, JobSpec.from_bytes(spec.value).run)
         if here is not None and here.result:
             return here
     return structs.replace(kept, status=StatusRecord.from_bytes(status.value))
@@ -133,7 +133,7 @@ class Follower:
         return before + resume_hint(pointer.record, self._spec.unit) if pointer is not None else ""
 
     @property
-    def _is_ours(self) -> bool:
+    def _run_has_name(self) -> bool:
         """True while the job's name belongs to the followed run."""
         spec = self.view.spec
         return spec is not None and JobSpec.from_bytes(spec).run == self._spec.run
@@ -152,7 +152,7 @@ class Follower:
     def status(self) -> StatusRecord | None:
         """Returns the status of the followed run; None: its keys are gone."""
         status = self.view.status
-        return status.record if status is not None and self._is_ours else None
+        return status.record if status is not None and self._run_has_name else None
 
     async def events_of_run(self) -> list[Event]:
         """Returns the followed run's events in etcd; none if another run has the job's name now.
@@ -173,7 +173,7 @@ class Follower:
                 raises, it gets no more events (`guarded_listener`).
         """
         await self.keeper.load_persistently()
-        if self._is_ours:
+        if self._run_has_name:
             self._run_at = self.view.spec_revision
         loop = asyncio.get_running_loop()
         self._services.append(loop.create_task(self.keeper.run(), name="view"))
@@ -326,7 +326,7 @@ class Follower:
         for _ in range(_CANCEL_TRIES):
             await self.keeper.load()
             found = self.view.status
-            if found is None or found.record.state != JobStatus.RUNNING or not self._is_ours:
+            if found is None or found.record.state != JobStatus.RUNNING or not self._run_has_name:
                 return found is not None and found.record.writer == writer
             txn = transactions.fail(self.view, status)
             put = Put(self.view.keys.event(f"{event.at:017.6f}-{writer.replace(' ', '-')}"), event.to_bytes())

@@ -104,7 +104,7 @@ class InProcessCluster:
     async def start(
         self, nodes: int, *, resume: Resume = False, fresh: bool = False, timeout_s: float | None = None
     ) -> None:
-        """Submits the job and starts that many nodes."""
+        """Submits the job and starts that many nodes. The other arguments are those of `resuming.plan`."""
         spec = dataclasses.replace(self.spec, expected_nodes=nodes)
         self.spec, beginning = await plan(self._launcher, spec, resume=resume, fresh=fresh, timeout_s=timeout_s)
         await begin(self._launcher, self.spec, beginning)
@@ -289,7 +289,7 @@ async def arun_inprocess(
     resume: Resume = False,
     fresh: bool = False,
 ) -> JobResult[T]:
-    """Runs a job on as few nodes in this process as it allows.
+    """Runs a job on as few nodes in this process as it allows. The arguments are those of `run`.
 
     One node has no backups, and needs none: they would fail with the same process. So every task is set up once.
     """

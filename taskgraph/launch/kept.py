@@ -49,7 +49,7 @@ class KeptJob(Record, frozen=True, kw_only=True, omit_defaults=True):
         found: dict[str, Any] = json.loads(self.result)
         return {**found, "left_out": self.not_kept} if self.not_kept else found
 
-    def result_of(self, name: str) -> dict[str, Any]:
+    def require_result(self, name: str) -> dict[str, Any]:
         """Returns the kept result, parsed.
 
         Args:

@@ -33,7 +33,7 @@ def move(store: CheckpointStore, manifest: Manifest, services: dict[str, int], r
     """
     name = replace(manifest.parsed_name, run=run[:8])
     files = [store.write(name, task, value) for task, value in _moved_values(store, manifest, services)]
-    made = store.manifest(name, files)
+    made = store.make_manifest(name, files)
     store.stage(made)
     store.finish(made.name)
     return made

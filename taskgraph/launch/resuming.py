@@ -70,7 +70,7 @@ async def plan(
             place is empty.
         JobTimeout: the place takes longer than that.
     """
-    _check_asked(spec, resume, fresh)
+    _check_options(spec, resume, fresh)
     start_point = StartPoint(EpochRecord(epoch=0, attempt=1, writer=spec.run))
     if spec.checkpoint is None:
         return spec, start_point
@@ -91,7 +91,7 @@ async def plan(
             f"place mounted here? To start from the beginning all the same: --fresh, fresh=True"
         )
     if checkpoints.names and not resume and not fresh:
-        raise JobError(_which_text(spec, store, checkpoints))
+        raise JobError(_resume_or_fresh_text(spec, store, checkpoints))
     spec = dataclasses.replace(spec, checkpoint_series=checkpoints.series + 1, checkpoint_changed=changed)
     if resume and checkpoints.current:
         checkpoints = await _move_services(store, checkpoints, spec)
@@ -102,7 +102,7 @@ async def plan(
     return spec, dataclasses.replace(start_point, over=newest)
 
 
-def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
+def _check_options(spec: JobSpec, resume: Resume, fresh: bool) -> None:
     """Raises JobError if the options contradict each other or the job."""
     if not isinstance(resume, bool) and resume != "changed":
         raise JobError(
@@ -118,7 +118,7 @@ def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
         )
 
 
-def _which_text(spec: JobSpec, store: CheckpointStore, checkpoints: _Checkpoints) -> str:
+def _resume_or_fresh_text(spec: JobSpec, store: CheckpointStore, checkpoints: _Checkpoints) -> str:
     """Returns the text of the error that asks: go on from the checkpoints, or start at epoch 0?"""
     ways = "continue from there (--resume, resume=True), or start from the beginning (--fresh, fresh=True"
     if not checkpoints.current:
@@ -240,7 +240,7 @@ async def begin(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint
     threads = PooledThreads("checkpoints", limit=1)
     try:
         async with asyncio.timeout(_SLOW_S):
-            await threads.run(lambda: store.begin(spec.checkpoint_series, spec.run))
+            await threads.run(lambda: store.note_series(spec.checkpoint_series, spec.run))
     except OSError as error:  # of which TimeoutError is one
         log.warning(
             "it cannot be noted in %s that this run began anew (%s): if it ends before its first checkpoint, --resume "

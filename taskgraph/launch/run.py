@@ -71,7 +71,7 @@ def _checked(function: Callable[P, R]) -> Callable[P, R]:
         try:
             check_job(job)
             check_not_importing(job.name)
-            _refuse_at_the_end(job.name)
+            _refuse_at_interpreter_end(job.name)
             return function(*args, **kwargs)
         except TaskGraphError as error:
             raise error.with_traceback(None)  # noqa: B904 (it is the same error)
@@ -141,7 +141,7 @@ def run(
         raise
 
 
-def _refuse_at_the_end(job: str) -> None:
+def _refuse_at_interpreter_end(job: str) -> None:
     """Raises JobError if the interpreter ends, and can start no thread: gRPC would end the process.
 
     The moment differs between versions of Python, so this starts a thread.
@@ -357,13 +357,13 @@ def result(name: str, etcd: str | None = None) -> JobResult:
     if not isinstance(name, str):
         raise JobError(f"tg.result takes the name of a job, not {name!r:.100}")
     if etcd is None:
-        kept = Runtime().finished(name)
+        kept = Runtime().find_finished(name)
     else:
         check_no_loop("tg.result(..., etcd=...)", "`await asyncio.to_thread(tg.result, name, etcd)`")
         kept = asyncio.run(_find_kept(name, etcd))
     if kept is None:
         raise UnknownJob(f"no finished job {name!r} is known here; pass etcd=... for one that ran elsewhere")
-    found = kept.result_of(name)
+    found = kept.require_result(name)
     if left_out := found.get("left_out"):
         log.warning("of job %r: %s", name, left_out)
     return JobResult.from_json(json.dumps(found))

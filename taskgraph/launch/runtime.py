@@ -169,15 +169,15 @@ class Runtime:
 
     def find(self, name: str) -> JobEntry | None:
         """Returns the entry of a job that has a living launcher on this host; None: there is none."""
-        entry = self.known(name)
+        entry = self.find_any(name)
         return entry if entry is not None and not entry.stale else None
 
-    def killed(self, name: str) -> JobEntry | None:
+    def find_killed(self, name: str) -> JobEntry | None:
         """Returns the entry of a job whose launchers were all killed, and left it behind; None: there is none."""
-        entry = self.known(name)
+        entry = self.find_any(name)
         return entry if entry is not None and entry.stale else None
 
-    def known(self, name: str) -> JobEntry | None:
+    def find_any(self, name: str) -> JobEntry | None:
         """Returns the entry of a job of this host, also if its launcher was killed; None: there is none."""
         return self._find_entry(self._checked_folder(name)) if is_name(name) else None
 
@@ -276,7 +276,7 @@ class Runtime:
         folder = self._make_folder(self.root / "finished")
         file = folder / f"{name}.json"
         try:
-            if kept.result or not kept.run or self.finished(name, kept.run) is None:
+            if kept.result or not kept.run or self.find_finished(name, kept.run) is None:
                 write_whole(file, kept.to_bytes())
         except OSError:
             file.unlink(missing_ok=True)  # an earlier job's record would be taken for this one's
@@ -293,9 +293,9 @@ class Runtime:
         Args:
             kept: what was known of it; a later record stays.
         """
-        if self.killed(name) is not None:
+        if self.find_killed(name) is not None:
             self.remove(name)
-        if kept is not None and self.finished(name) == kept:
+        if kept is not None and self.find_finished(name) == kept:
             (self.root / "finished" / f"{name}.json").unlink(missing_ok=True)
             shutil.rmtree(self.kept_logs(name), ignore_errors=True)
 
@@ -326,13 +326,13 @@ class Runtime:
         known = sorted((self.root / "finished").glob("*.json"), key=_written_at, reverse=True)
         return [path.stem for path in known]
 
-    def finished(self, name: str, run: str = "") -> KeptJob | None:
+    def find_finished(self, name: str, run: str = "") -> KeptJob | None:
         """Returns what is kept of a finished job; None if there is no such record, or a later run was killed.
 
         Args:
             run: only of that run, which may have had several launchers here; "": of the last one.
         """
-        if not is_name(name) or (not run and self.killed(name) is not None):
+        if not is_name(name) or (not run and self.find_killed(name) is not None):
             return None
         try:
             found = KeptJob.from_bytes((self.root / "finished" / f"{name}.json").read_bytes())

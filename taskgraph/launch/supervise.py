@@ -14,7 +14,7 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, error_text
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.follow import DELETED, find_kept, if_etcd_answers, node_statuses
+from taskgraph.launch.follow import DELETED, find_kept, ignoring_etcd_failures, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.kept import KeptJob, job_failed
 from taskgraph.launch.local import LocalNodes
@@ -117,7 +117,7 @@ class Supervisor:
 
         Raises:
             JobFailed: the job failed, or no node is left.
-            JobTimeout: it did not end in time.
+            JobTimeout: it did not end within `timeout_s`; None: there is no limit.
         """
         grace_s = others_s = _NODE_END_S
         try:
@@ -130,7 +130,7 @@ class Supervisor:
                     found, result = await self._wait_for_result()
             except TimeoutError:
                 raise await self._end_after_timeout(timeout_s or 0.0) from None
-            await self._follower.let_go(found, result)
+            await self._follower.let_nodes_go(found, result)
             others_s += self._spec.setting("cancel_s")
             await self._nodes.wait_to_end(_NODE_END_S, self._spec.setting("cancel_s"))
             return result
@@ -261,7 +261,7 @@ class Supervisor:
 
     async def _collected_elsewhere_text(self) -> str:
         """Says where the results of a finished job are that another process collected."""
-        await self._use_collected()
+        await self._read_collected()
         kept = self._follower.kept
         has = f"another process collected them first, and `taskgraph result {self._spec.name}` has its values"
         return (
@@ -269,10 +269,10 @@ class Supervisor:
             f"{has if kept.result else kept.not_kept}"
         )
 
-    async def _use_collected(self) -> None:
+    async def _read_collected(self) -> None:
         """Sets the follower's `kept` to the results that another process collected, or to why they are not known."""
-        kept = self._runtime.finished(self._spec.name, self._spec.run)
-        async with if_etcd_answers(_LAST_WORDS_S):
+        kept = self._runtime.find_finished(self._spec.name, self._spec.run)
+        async with ignoring_etcd_failures(_LAST_WORDS_S):
             kept = await find_kept(self._coordinator, self._spec.name) or kept
         if kept is None or not (kept.result or kept.not_kept):
             kept = KeptJob(not_kept="another process collected them")
@@ -320,15 +320,15 @@ class Supervisor:
 
     async def _try_to_end(self, reason: str, state: str) -> None:
         """Writes to etcd that the job ended, in this state; gives up if etcd refuses or does not answer in time."""
-        async with if_etcd_answers(_LAST_WORDS_S):
+        async with ignoring_etcd_failures(_LAST_WORDS_S):
             await self._follower.cancel_job(reason, state=state)
 
     async def _note_uncollected(self) -> None:
-        """Sets `kept` of the follower to why the values were not collected. Tells etcd, too, unless nodes still keep them."""
+        """Sets the follower's `kept` to why values were not collected; writes it to etcd unless nodes keep them."""
         self._follower.kept = KeptJob(not_kept=self._uncollected)
         if self._without_etcd or self._follower.view.live_nodes(self._spec.run):
             return
-        async with if_etcd_answers(_LAST_WORDS_S):
+        async with ignoring_etcd_failures(_LAST_WORDS_S):
             await self._follower.mark_uncollected(self._uncollected)
 
     async def _wait_for_others(self, within_s: float) -> None:
@@ -346,7 +346,7 @@ class Supervisor:
         follower = self._follower
         await self._nodes.stop(grace_s, tell=not self._without_etcd)
         if not self._without_etcd:  # else the last known view is kept
-            async with if_etcd_answers(_LAST_WORDS_S):
+            async with ignoring_etcd_failures(_LAST_WORDS_S):
                 await follower.keeper.load()
             await self._wait_for_others(others_s)
         view, status = follower.view, follower.status
@@ -354,7 +354,7 @@ class Supervisor:
             await finish_checkpoint(self._spec, view.checkpoint.record)
         collected = follower.kept.result or follower.kept.not_kept
         if follower.finished and self._uncollected and not collected:
-            await (self._use_collected() if view.collected else self._note_uncollected())
+            await (self._read_collected() if view.collected else self._note_uncollected())
         if status is None and follower.kept.result:
             status = StatusRecord(state=JobStatus.FINISHED)
         if self._without_etcd and view.running:

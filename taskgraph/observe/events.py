@@ -197,7 +197,7 @@ class EventLog:
         transient: bool = False,
         fields: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """Sends an event to the log and to all listeners."""
+        """Sends an event to the log and to all listeners; a transient one only to listeners that take such events."""
         text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
         beside = fields if type(fields) is Numbers else dict(fields or {})
         event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, beside)

@@ -182,7 +182,7 @@ def ended_status_json(
 
 
 def _end_json(name: str, record: StatusRecord | None) -> dict[str, Any]:
-    """Returns how the job ended, and where it failed."""
+    """Returns how the job ended, and where it failed; None: that is not known."""
     return {
         "name": name,
         "state": record.state if record is not None else "unknown",
@@ -194,7 +194,7 @@ def _end_json(name: str, record: StatusRecord | None) -> dict[str, Any]:
 
 
 def _answer_json(said: NodeStatus | TaskGraphError | None) -> dict[str, Any]:
-    """Returns what a node answered, or why it did not answer."""
+    """Returns what a node answered, or why it did not answer; None: it was not asked."""
     if isinstance(said, NodeStatus):
         usage: dict[str, Any] = dataclasses.asdict(said.usage)
         return {"answers": True, "why_not": "", "leader": said.leader, "paused": said.paused, **usage}

@@ -31,7 +31,7 @@ from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 from taskgraph.settings import Settings
 
-__all__ = ["StatusData", "lacking_text", "no_node_text", "status_text"]
+__all__ = ["StatusData", "missing_backups_text", "no_node_text", "status_text"]
 
 _COLUMNS = 80
 _NODES = 6
@@ -217,7 +217,7 @@ def _safety(picture: StatusData) -> list[str]:
         words.append(f"etcd {1000 * picture.etcd_s:.1f} ms")
     problems = _silent_nodes(picture)
     if view.running and (
-        lacking := lacking_text(view, picture.name, picture.tasks, backups, services=picture.services)
+        lacking := missing_backups_text(view, picture.name, picture.tasks, backups, services=picture.services)
     ):
         problems.insert(0, lacking)
     mark = "WARN" if problems else "ok  "
@@ -436,7 +436,7 @@ def _after_loss(view: JobView, name: str) -> str:
     return f"the job {what}. If all are dead: `taskgraph launch {name}`"
 
 
-def lacking_text(
+def missing_backups_text(
     view: JobView, name: str, tasks: int, backups: int, *, services: Mapping[str, int] | None = None
 ) -> str:
     """Says which tasks have too few backups, and what to do; "" if all tasks have enough."""

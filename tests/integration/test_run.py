@@ -171,7 +171,7 @@ async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> No
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert runtime.find("sums") is None
-    kept = runtime.finished("sums")
+    kept = runtime.find_finished("sums")
     assert kept is not None and kept.state == "cancelled"
     assert "cancelled" in [event.kind for event in kept.events]
 

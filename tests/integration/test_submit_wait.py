@@ -89,7 +89,7 @@ async def test_failed_job(user: Cli) -> None:
     done = await waiting.done()
     assert done.code == 1 and "one shard is empty" in done.err, done.err
     assert not (user.cwd / "result.json").exists()
-    kept = Runtime(Path(user.env["TASKGRAPH_RUNTIME_DIR"]) / "taskgraph").finished("fails")
+    kept = Runtime(Path(user.env["TASKGRAPH_RUNTIME_DIR"]) / "taskgraph").find_finished("fails")
     assert kept is not None and kept.events[-1].kind == "failed", kept
     assert (await launch.done()).code == 1
     done = await script.again()

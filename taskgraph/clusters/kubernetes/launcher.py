@@ -67,7 +67,7 @@ class KubernetesLauncher:
             own = request.insecure or request.node_tls
             certificates = {} if own else await asyncio.to_thread(job_certificates, name)
             made = [secret(request, cluster.namespace, certificates), *manifests(request, cluster.namespace)]
-            await _clear_names(cluster, request.job, made)
+            await _check_names(cluster, request.job, made)
             try:
                 uids = {each["kind"]: await cluster.apply(each) for each in made}
             except BaseException as error:
@@ -188,7 +188,7 @@ async def _find_deployment(cluster: Cluster, job: str) -> dict[str, Any]:
     return found
 
 
-async def _clear_names(cluster: Cluster, job: str, made: Sequence[Mapping[str, Any]]) -> None:
+async def _check_names(cluster: Cluster, job: str, made: Sequence[Mapping[str, Any]]) -> None:
     """Checks that the names of the objects to make are free or the job's own; removes the launcher of an ended run.
 
     Raises:

@@ -92,7 +92,11 @@ async def _job_pods(cluster: Cluster, job: str) -> list[dict[str, Any]]:
 
 
 def _started_pods(pods: list[dict[str, Any]], node: str | None) -> dict[str, tuple[str, int]]:
-    """Returns pod -> (name of our container, how often it was restarted), for pods that may have printed lines."""
+    """Returns pod -> (name of our container, how often it was restarted), for pods that may have printed lines.
+
+    Args:
+        node: only this one, as in `pod_lines`.
+    """
     found = {}
     for pod in pods:
         name, part = pod["metadata"]["name"], pod["metadata"]["labels"]["app.kubernetes.io/component"]

@@ -213,7 +213,7 @@ class Checkpointer:
         kept = (old.name, *old.before)[: node.settings.checkpoints_kept - 1] if old is not None else ()
         name, writer = checkpoints.name_of(boundary), node.new_writer()
         infos = [FileInfo(w.task, w.size, w.digest) for w in files]
-        manifest = checkpoints.store.manifest(name, infos, kept)
+        manifest = checkpoints.store.make_manifest(name, infos, kept)
         record = CheckpointRecord(
             epoch=boundary.epoch,
             attempt=boundary.attempt,

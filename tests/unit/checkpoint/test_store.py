@@ -39,7 +39,7 @@ def save(
     """A complete checkpoint of tasks 0 and 2; task 1 has no state."""
     name = CheckpointName(series, attempt, epoch, "r1")
     files = [store.write(name, task, boundary(epoch + task)) for task in (0, 2)]
-    manifest = store.manifest(name, files, before)
+    manifest = store.make_manifest(name, files, before)
     store.stage(manifest)
     store.finish(str(name))
     return manifest
@@ -72,13 +72,13 @@ def test_what_is_written_is_read(store: CheckpointStore) -> None:
 def test_unseen_files(store: CheckpointStore) -> None:
     name = CheckpointName(1, 1, 10, "r1")
     written, missing = store.write(name, 0, boundary(1)), FileInfo(1, 100, "")
-    assert store.find_damaged(store.manifest(name, [written])) == []
+    assert store.find_damaged(store.make_manifest(name, [written])) == []
     longer = FileInfo(0, written.size + 1, written.digest)
-    found = store.find_damaged(store.manifest(name, [longer, missing]))
+    found = store.find_damaged(store.make_manifest(name, [longer, missing]))
     assert [info for info, _ in found] == [longer, missing]
     assert f"task-000000.safetensors has {written.size} bytes there, not {written.size + 1}" in found[0][1]
     assert "task-000001.safetensors is not there" in found[1][1]
-    (info, _), *_ = store.find_damaged(store.manifest(CheckpointName(1, 1, 20, "r1"), [written]))
+    (info, _), *_ = store.find_damaged(store.make_manifest(CheckpointName(1, 1, 20, "r1"), [written]))
     assert info == written, "where not even the directory is there"
 
 
@@ -94,7 +94,7 @@ def test_complete_after_finish(store: CheckpointStore) -> None:
     assert store.complete_names() == []
     with pytest.raises(CheckpointError, match=r"manifest.staged.json is missing"):
         store.finish(str(name))
-    store.stage(store.manifest(name, [info]))
+    store.stage(store.make_manifest(name, [info]))
     assert store.complete_names() == []
     assert theta(store.read(store.open(str(name)), 0)) == 1  # the pointer may name it already
     store.finish(str(name))
@@ -116,7 +116,7 @@ def test_order_of_names(store: CheckpointStore) -> None:
 
 def test_begun_series(store: CheckpointStore) -> None:
     first = save(store, 30)
-    store.begin(2, "r2")
+    store.note_series(2, "r2")
     assert store.highest_series_and_attempt() == (2, 1)
     assert store.complete_names() == [first.parsed_name], "what was there stays"
     store.keep_only([], first.name)
@@ -124,7 +124,7 @@ def test_begun_series(store: CheckpointStore) -> None:
     second = save(store, 10, series=2)
     assert store.keep_only([], second.name) == [first.name]
     assert store.highest_series_and_attempt() == (2, 1)
-    store.begin(3, "r3")
+    store.note_series(3, "r3")
     assert store.highest_series_and_attempt() == (3, 1)
 
 
@@ -408,7 +408,7 @@ def test_discard(store: CheckpointStore) -> None:
 def test_discard_keeps_complete_checkpoint(store: CheckpointStore, finished: bool) -> None:
     """One that had stood still gave it up, and removed the newest checkpoint of the job."""
     name = CheckpointName(1, 1, 20, "r1")
-    store.stage(store.manifest(name, [store.write(name, 0, boundary(0))]))
+    store.stage(store.make_manifest(name, [store.write(name, 0, boundary(0))]))
     if finished:
         store.finish(str(name))
     store.discard(name)
@@ -424,7 +424,7 @@ def test_discard_stops_at_completion(store: CheckpointStore) -> None:
     def still() -> bool:
         asked.append(name)
         if len(asked) == 2:
-            store.stage(store.manifest(name, [store.write(name, task, boundary(task)) for task in (1, 2)]))
+            store.stage(store.make_manifest(name, [store.write(name, task, boundary(task)) for task in (1, 2)]))
         return True
 
     store.discard(name, still)
@@ -481,7 +481,7 @@ def test_sweep(tmp_path: Path) -> None:
         (folder / ".task-000001.safetensors.b2.0123456789ab.tmp").touch()
         (folder / ".manifest.staged.json.b2.0123456789ab.tmp").touch()
         (folder / ".nfs0001").touch()
-        store.stage(store.manifest(name, [store.write(name, 2, boundary(0))]))
+        store.stage(store.make_manifest(name, [store.write(name, 2, boundary(0))]))
         store.remove_unfinished(name, writes, lambda: False)
         assert len(list(folder.iterdir())) == 6
         store.remove_unfinished(name, writes)

@@ -23,7 +23,7 @@ from taskgraph import cli
 from taskgraph.commands import common, submitting
 from taskgraph.commands.acting import signal_number
 from taskgraph.commands.arguments import add_access_options
-from taskgraph.commands.common import access_of, etcd_of, find_entry, token_for, token_of
+from taskgraph.commands.common import access_of, etcd_of, find_entry, token_of, token_of_new_job
 from taskgraph.commands.drivers import job_of
 from taskgraph.commands.running import print_result
 from taskgraph.coordination.api import AccessRefused
@@ -240,22 +240,22 @@ def test_token_file_counts_for_jobs_of_this_host(apart: Path) -> None:
 
 
 def test_new_job_writes_token_file(apart: Path) -> None:
-    assert token_for(options()) is None
-    made = token_for(options("--token-file", "new"))
+    assert token_of_new_job(options()) is None
+    made = token_of_new_job(options("--token-file", "new"))
     assert made is not None and made.written and (apart / "new").stat().st_mode & 0o777 == 0o600
     assert token_of(options("--token-file", "new")) == made.token
-    again = token_for(options("--token-file", "new"))
+    again = token_of_new_job(options("--token-file", "new"))
     assert again is not None and again.token == made.token and not again.written
     again.discard()
     assert (apart / "new").exists(), "it is somebody else's"
     made.discard()
     assert not (apart / "new").exists()
-    other = token_for(options(), Path("job.token"))
+    other = token_of_new_job(options(), Path("job.token"))
     assert other is not None and other.written
     with pytest.raises(JobError, match=r"job\.token exists already: use its token with --token-file job\.token"):
-        token_for(options(), Path("job.token"))
+        token_of_new_job(options(), Path("job.token"))
     with pytest.raises(JobError, match="cannot be written: No such file"):
-        token_for(options("--token-file", "no/such/folder"))
+        token_of_new_job(options("--token-file", "no/such/folder"))
 
 
 class Connected:

@@ -45,7 +45,7 @@ async def test_forget_skips_refused_jobs(etcd: MemoryCoordinator, capsys: pytest
     ]
     assert "job 'fit' is running: end it first" in said.err and "'' cannot be the name of a job" in said.err
     assert await names(etcd) == ["fit"]
-    assert Runtime().finished("two") is not None
+    assert Runtime().find_finished("two") is not None
 
 
 async def test_forget_finds_etcd_of_job(etcd: MemoryCoordinator) -> None:

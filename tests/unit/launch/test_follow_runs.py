@@ -126,10 +126,10 @@ async def test_late_launcher_leaves_the_next_run_alone() -> None:
         await submit(coordinator, second)
         assert not await follower.cancel_job("it did not end within 5 s")
         assert await state(coordinator) == JobStatus.RUNNING
-        await follower.let_go([], RESULT)
+        await follower.let_nodes_go([], RESULT)
         assert await coordinator.get(KEYS.collected) is None
     async with followed(coordinator, second) as follower:
-        await follower.let_go([], RESULT)
+        await follower.let_nodes_go([], RESULT)
         assert await coordinator.get(KEYS.collected) is not None
         assert await follower.cancel_job("it did not end within 5 s")
         assert await state(coordinator) == JobStatus.CANCELLED

@@ -101,7 +101,7 @@ async def returned(result: tg.JobResult) -> tuple[MemoryCoordinator, KeptJob]:
     """Returns etcd, and this host's copy, after a run has returned its result."""
     etcd = MemoryCoordinator(MemoryStore())
     async with following(etcd, await finished_job(etcd)) as follower:
-        await follower.let_go([TaskResult(0, result.epochs, 1, encode(result.values[0]), ())], result)
+        await follower.let_nodes_go([TaskResult(0, result.epochs, 1, encode(result.values[0]), ())], result)
         return etcd, follower.kept
 
 
@@ -210,7 +210,7 @@ async def test_event_loop_runs_while_a_result_is_written(monkeypatch: pytest.Mon
     etcd = MemoryCoordinator(MemoryStore())
     async with following(etcd, await finished_job(etcd)) as follower:
         asyncio.get_running_loop().call_soon(ticked.set)
-        await follower.let_go([], tg.JobResult(name=NAME))
+        await follower.let_nodes_go([], tg.JobResult(name=NAME))
     assert follower.kept.result == "{}"
 
 
@@ -248,7 +248,7 @@ async def test_etcd_failure_loses_no_result(
     etcd = Refusing(MemoryStore())
     async with following(etcd, await finished_job(etcd)) as follower:
         etcd.error = error
-        await follower.let_go([], reported(1.5, 1))
+        await follower.let_nodes_go([], reported(1.5, 1))
         assert follower.kept.result
     (record,) = caplog.records
     assert "collected is not known" in record.message and record.message.endswith(f": {why}")
@@ -328,7 +328,7 @@ async def test_result_leaves_nodes_to_their_run(
     async with following(etcd, await finished_job(etcd, nodes=1, expected_nodes=1)):
         assert await shown(etcd, monkeypatch, "--json") == 0
     assert json.loads(capsys.readouterr().out)["values"] == {"0": LARGE.value}
-    assert await etcd.get(KEYS.collected) is None and Runtime().finished(NAME) is None
+    assert await etcd.get(KEYS.collected) is None and Runtime().find_finished(NAME) is None
 
 
 async def test_lost_values_say_how_to_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:

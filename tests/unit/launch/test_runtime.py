@@ -90,7 +90,7 @@ def test_job_of_a_killed_launcher_is_not_found(runtime: Runtime, another: Anothe
     assert found is not None and found.pid == process.pid and not found.stale
     process.kill()
     process.wait()
-    killed = runtime.killed("fit")
+    killed = runtime.find_killed("fit")
     assert found.stale and killed is not None and killed.pid == process.pid
     assert runtime.find("fit") is None and runtime.jobs() == []
 
@@ -104,7 +104,7 @@ def test_forked_child_does_not_keep_its_launcher_alive(runtime: Runtime) -> None
         process.kill()
         process.wait()
         try:
-            assert os.path.exists(f"/proc/{child}") and runtime.killed("fit") is not None
+            assert os.path.exists(f"/proc/{child}") and runtime.find_killed("fit") is not None
         finally:
             os.kill(child, 9)
 
@@ -154,10 +154,10 @@ def test_launcher_leaves_a_run_with_its_own_etcd_alone(runtime: Runtime, another
 def test_launcher_of_late_nodes_leaves_nothing(runtime: Runtime) -> None:
     (runtime.make_job_folder("fit") / "n3.log").write_text("of a node that did not find its job")
     runtime.leave(launcher())
-    assert runtime.killed("fit") is None and not (runtime.root / "jobs" / "fit").exists()
+    assert runtime.find_killed("fit") is None and not (runtime.root / "jobs" / "fit").exists()
     runtime.put(entry("fit", KILLED))
     runtime.leave(launcher())
-    assert runtime.killed("fit") is not None, "what is left of a run that was killed may be wanted"
+    assert runtime.find_killed("fit") is not None, "what is left of a run that was killed may be wanted"
 
 
 @pytest.mark.parametrize("act", [Runtime.join, Runtime.leave])
@@ -208,7 +208,7 @@ def test_directory_that_cannot_be_made_says_what_to_set(tmp_path: Path, below: s
 
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "../../etc", "a\0b", "x" * 101, "\udce4"])
 def test_wrong_name_touches_no_file(runtime: Runtime, name: str) -> None:
-    assert runtime.find(name) is None and runtime.finished(name) is None
+    assert runtime.find(name) is None and runtime.find_finished(name) is None
     for act in (
         runtime.make_job_folder,
         runtime.make_socket_folder,
@@ -353,9 +353,9 @@ def test_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> None:
         (runtime.make_job_folder(name) / "n1.log").write_text("it said this")
         runtime.keep_finished(name, KeptJob(result=str(number)))
         os.utime(runtime.root / "finished" / f"{name}.json", (number, number))
-    assert runtime.finished("job00") is None and runtime.finished("job01") is None
+    assert runtime.find_finished("job00") is None and runtime.find_finished("job01") is None
     for number in (2, 33):
-        assert (runtime.finished(f"job{number:02}") or KeptJob()).result == str(number)
+        assert (runtime.find_finished(f"job{number:02}") or KeptJob()).result == str(number)
     logs = sorted(path.name for path in (runtime.root / "finished").glob("*.logs"))
     assert len(logs) == 32 and logs[0] == "job02.logs"
     assert (runtime.root / "finished" / "job33.logs" / "n1.log").read_text() == "it said this"
@@ -390,7 +390,7 @@ def test_launcher_does_not_wait_forever_to_keep_logs(runtime: Runtime, monkeypat
 def test_broken_record_of_a_finished_job_is_ignored(runtime: Runtime, text: str) -> None:
     runtime.keep_finished("fit", KeptJob())
     (runtime.root / "finished" / "fit.json").write_text(text)
-    assert runtime.finished("fit") is None
+    assert runtime.find_finished("fit") is None
 
 
 def test_full_disk_keeps_logs_and_no_earlier_job(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,5 +403,5 @@ def test_full_disk_keeps_logs_and_no_earlier_job(runtime: Runtime, monkeypatch: 
     monkeypatch.setattr(runtime_module, "write_whole", full)
     with pytest.raises(OSError, match="No space left on device"):
         runtime.keep_finished("fit", KeptJob(result="2"))
-    assert runtime.finished("fit") is None
+    assert runtime.find_finished("fit") is None
     assert (runtime.kept_logs("fit") / "n1.log").read_text() == "it said this"

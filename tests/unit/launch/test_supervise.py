@@ -294,7 +294,7 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
     assert "job 'fit' has finished, but this run did not collect its results" in str(failed.value) and says in str(
         failed.value
     )
-    left = Runtime().finished("fit")
+    left = Runtime().find_finished("fit")
     assert left is not None and left.result == (RESULT.to_json() if kept else "")
     found = await etcd.get(keys.collected)
     assert found is not None and found.value == collected.value, "what the other one said of it stays"
@@ -343,13 +343,13 @@ async def test_next_runs_events_are_not_kept(again: bool, monkeypatch: pytest.Mo
             await submit(etcd, dataclasses.replace(SPEC, run="another"))
             await etcd.txn(Txn(success=(Put(keys.event("2"), Event(2.0, "n1", "lost", "").to_bytes()),)))
         await Supervisor(SPEC, ENTRY, etcd, follower, Hooks())._finish(0.0, 0.0)
-        left = Runtime().finished("fit")
+        left = Runtime().find_finished("fit")
         await follower.keep_end(follower.status)
     finally:
         await follower.stop()
     assert left is not None and left.state == "finished" and left.result
     assert [event.kind for event in left.events] == ([] if again else ["began"])
-    assert (Runtime().finished("fit") or KeptJob()).events == left.events
+    assert (Runtime().find_finished("fit") or KeptJob()).events == left.events
 
 
 async def _never() -> str:

@@ -11,7 +11,7 @@ import pytest
 from taskgraph.errors import PeerLost, TaskGraphError
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
-from taskgraph.observe.status_text import StatusData, lacking_text, no_node_text, status_text
+from taskgraph.observe.status_text import StatusData, missing_backups_text, no_node_text, status_text
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
@@ -139,10 +139,12 @@ def test_services_are_named_and_not_counted(members: dict[int, str], words: str)
 
 def test_warning_names_the_services_without_backup() -> None:
     view = of_members({0: ["n1"], 1: ["n1"], 2: ["n1"]}, 1)
-    text = lacking_text(view, "fit", 3, 1, services={"queue images": 1})
+    text = missing_backups_text(view, "fit", 3, 1, services={"queue images": 1})
     assert text.startswith("tasks 0-1 and queue images have no backup: that takes 2 nodes")
     lone = of_members({0: ["n1", "n2"], 1: ["n1"]}, 2)
-    assert lacking_text(lone, "fit", 2, 1, services={"queue images": 1}).startswith("queue images has no backup")
+    assert missing_backups_text(lone, "fit", 2, 1, services={"queue images": 1}).startswith(
+        "queue images has no backup"
+    )
 
 
 def test_status_of_1000_tasks_fits_a_screen() -> None:
@@ -250,7 +252,7 @@ def test_ended_job_without_nodes_has_no_tables() -> None:
 )
 def test_tasks_without_backups_are_named(members: dict[int, list[str]], nodes: int, backups: int, words: str) -> None:
     view = of_members(members, nodes)
-    assert lacking_text(view, "fit", len(members), backups) == words
+    assert missing_backups_text(view, "fit", len(members), backups) == words
     text = " ".join(" ".join(shown(view, {}, tasks=len(members), backups=backups)).split())
     assert words in text and ("WARN" in text) == bool(words)
     assert ("no backups (backups=0): the tasks of a node that dies are lost" in text) == (backups == 0)

@@ -36,7 +36,7 @@ def why_none(cluster: InProcessCluster) -> str:
     found = [*cluster.store.select(cluster.keys.collected, prefix=False), None]
     finished = StatusRecord(state=JobStatus.FINISHED)
     with pytest.raises(tg.UnknownJob) as told:
-        structs.replace(collected_record(found[0]), status=finished).result_of(cluster.spec.name)
+        structs.replace(collected_record(found[0]), status=finished).require_result(cluster.spec.name)
     return str(told.value)
 
 
