@@ -182,7 +182,7 @@ class Work(Protocol):
         """Pulls the items of optional channels, each a (tag, producer), and waits until all have arrived."""
 
     def supply(self, tag: str, value: Encoded) -> None:
-        """Supplies the item that a processor derived for a channel of its own task; see `graph.compose.Derived`."""
+        """Supplies the item that a processor derived for a channel of its own task; see `compose.DerivedChannel`."""
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...

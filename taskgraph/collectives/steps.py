@@ -14,7 +14,7 @@ from taskgraph.collectives.plan import Op
 from taskgraph.collectives.ports import Ins, Outs
 from taskgraph.collectives.values import EveryEpoch, describe_place
 from taskgraph.graph.arrays import INLINE_BYTES
-from taskgraph.graph.compose import Derived
+from taskgraph.graph.compose import DerivedChannel
 from taskgraph.graph.values import encode
 from taskgraph.protocol.frozen import frozen
 
@@ -168,8 +168,8 @@ class ExchangeSlices(_Internal):
         return (self.slices, self.sums)
 
     @property
-    def derives(self) -> Derived | None:
-        return Derived(self.to, (self.down, self.parent), _SLICED.digest)
+    def derives(self) -> DerivedChannel | None:
+        return DerivedChannel(self.to, (self.down, self.parent), _SLICED.digest)
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         async def compute(epoch: Any, ins: Ins, outs: Outs) -> None:

@@ -12,7 +12,7 @@ from taskgraph.collectives import adding
 from taskgraph.collectives.plan import Op
 from taskgraph.collectives.ports import Ins, Outs, Work
 from taskgraph.errors import GraphError, JobError
-from taskgraph.graph.compose import Derived
+from taskgraph.graph.compose import DerivedChannel
 from taskgraph.protocol.frozen import frozen
 from taskgraph.shape import is_stateless
 from taskgraph.signatures import returns_coroutine
@@ -35,7 +35,7 @@ class EveryEpoch:
         return ()
 
     @property
-    def derives(self) -> Derived | None:
+    def derives(self) -> DerivedChannel | None:
         return None
 
 

@@ -168,7 +168,7 @@ async def _launch(options: argparse.Namespace) -> int:
                 asks = f"`taskgraph result {reached.name} --etcd {entry.etcd}` asks the job's etcd for them"
                 await follower.keep_end(status, asks)
         except asyncio.CancelledError:
-            say(await _left_text("were ended", reached, follower))
+            say(await _end_of_nodes_text("were ended", reached, follower))
             return 130
         finally:
             await follower.stop()
@@ -207,7 +207,7 @@ async def print_end(
         print(f"job {name} finished; {await _values_text(reached)}", file=sys.stderr)
         return 0
     if status.state == JobStatus.RUNNING and (left or not status.reason):
-        say(await _left_text("have left", reached, follower))
+        say(await _end_of_nodes_text("have left", reached, follower))
         return 130 if left else 0
     if status.state == JobStatus.RUNNING:
         say(f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {name}`")
@@ -254,7 +254,7 @@ async def _values_text(reached: FoundJob) -> str:
     return f"its values: `taskgraph result {reached.name}{where}`"
 
 
-async def _left_text(how: str, reached: FoundJob, follower: Follower) -> str:
+async def _end_of_nodes_text(how: str, reached: FoundJob, follower: Follower) -> str:
     """Returns the line for the end of the nodes started here; `how`: "have left".
 
     If no other node lives, it adds what is lost: the state of a job, or the values of a finished one.

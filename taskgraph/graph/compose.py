@@ -58,7 +58,7 @@ class Wrapper(Protocol):
         """Tags of channels that carry no item in some epochs. Producer and consumer both know in which."""
 
     @property
-    def derives(self) -> Derived | None:
+    def derives(self) -> DerivedChannel | None:
         """The local channel whose item the processor derives, in epochs that need this; None: it runs in all epochs."""
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ class Wrapper(Protocol):
 
 
 @frozen
-class Derived:
+class DerivedChannel:
     """A local channel of a task: its item is that of an inbound channel, or is derived from that by a processor.
 
     Attributes:
@@ -111,7 +111,7 @@ class Processor:
     takes: tuple[Channel, ...]
     puts: tuple[Channel, ...]
     may_put: tuple[Channel, ...] = ()
-    derives: Derived | None = None
+    derives: DerivedChannel | None = None
 
 
 @frozen
@@ -158,7 +158,7 @@ class Graph:
     channels_out: tuple[Channel, ...]
     declarations: tuple[Declaration, ...]
     collectives: tuple[str, ...]
-    derived: Mapping[Channel, tuple[Derived, Processor]]
+    derived: Mapping[Channel, tuple[DerivedChannel, Processor]]
 
     def is_reusable(self, owner: object) -> bool:
         """True if the graph is valid in every epoch, so that `compose` need not run again.
@@ -360,7 +360,7 @@ class Composition:
         """Begins a new graph with the processors that equal those of `before` so far."""
         before, self.before = self.before, None
         self._by_name: dict[str, Processor] = {}
-        self._derived: dict[Channel, tuple[Derived, Processor]] = {}
+        self._derived: dict[Channel, tuple[DerivedChannel, Processor]] = {}
         self._declarations: list[Declaration] = []
         self._ordered: list[Processor] = []
         self._parallel: list[Processor] = []

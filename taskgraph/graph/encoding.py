@@ -173,7 +173,7 @@ def _list(writer: Writer, value: list[Any]) -> list[Any]:
                 if type(item) not in plain:
                     items[index] = _CONVERT[type(item)](writer, item)
         except CannotTravel as refused:
-            raise refused.at(f"[{index}]")  # noqa: B904 - the same exception goes on
+            raise refused.with_step(f"[{index}]")  # noqa: B904 - the same exception goes on
     writer.depth -= 1
     return items
 
@@ -195,7 +195,7 @@ def _dict(writer: Writer, value: dict[Any, Any]) -> dict[Any, Any] | Ext:
                 if type(item) not in plain:
                     items[key] = _CONVERT[type(item)](writer, item)
         except CannotTravel as refused:
-            raise refused.at(key_step(key))  # noqa: B904
+            raise refused.with_step(key_step(key))  # noqa: B904
     writer.depth -= 1
     if keys is None:
         return items
@@ -207,7 +207,7 @@ def _keys(writer: Writer, keys: list[Any]) -> list[Any]:
         try:
             keys[index] = _CONVERT[type(key)](writer, key)
         except CannotTravel as refused:
-            raise refused.at(f" (in the key {key_step(key)})")  # noqa: B904
+            raise refused.with_step(f" (in the key {key_step(key)})")  # noqa: B904
     return keys
 
 
@@ -343,7 +343,7 @@ def _message(writer: Writer, value: Any, known: codecs.Message) -> Ext:
         try:
             fields[name] = _CONVERT[type(field)](writer, field)
         except CannotTravel as refused:
-            raise refused.at(f".{name}")  # noqa: B904
+            raise refused.with_step(f".{name}")  # noqa: B904
     writer.in_user_code -= 1
     writer.depth -= 1
     return writer.extension(layout.MESSAGE_EXT, _encode_tree((known.name, fields)))
@@ -356,7 +356,7 @@ def _codec_value(writer: Writer, value: Any, known: codecs.Codec) -> Ext:
         inner = known.encode(value)
         tree = _CONVERT[type(inner)](writer, inner)
     except CannotTravel as refused:
-        raise refused.at(f".<codec {known.name}>")  # noqa: B904
+        raise refused.with_step(f".<codec {known.name}>")  # noqa: B904
     writer.in_user_code -= 1
     writer.depth -= 1
     return writer.extension(layout.CODEC_EXT, _encode_tree((known.name, tree)))

@@ -31,7 +31,7 @@ _GENERAL_ADVICE = (
 
 
 class CannotTravel(Exception):
-    """Raised inside the encoder for a part that cannot travel. Each level of nesting adds its step with `at`.
+    """Raised inside the encoder for a part that cannot travel. Each level of nesting adds its step with `with_step`.
 
     Attributes:
         steps: the path to the part, the innermost step first.
@@ -43,7 +43,7 @@ class CannotTravel(Exception):
         self.way_out = way_out
         self.steps: list[str] = []
 
-    def at(self, step: str) -> CannotTravel:
+    def with_step(self, step: str) -> CannotTravel:
         """Adds a step to the path, and returns this exception."""
         self.steps.append(step)
         return self

@@ -23,7 +23,7 @@ __all__ = [
     "fit_screen",
     "holders",
     "ids_text",
-    "last_text",
+    "last_epoch_text",
     "reason_text",
     "split_services",
     "status_json",
@@ -66,7 +66,7 @@ def fit_screen(text: str, columns: int, rows: int) -> str:
     return "\n".join(lines)
 
 
-def last_text(epochs: int | None) -> str:
+def last_epoch_text(epochs: int | None) -> str:
     """Formats the number of a job's last epoch, counted from 0: `/39`; "" if the job has no last epoch."""
     return f"/{epochs - 1}" if epochs is not None else ""
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import clock_text, counted, few_nodes_text, holders, ids_text, last_text
+from taskgraph.observe.format import clock_text, counted, few_nodes_text, holders, ids_text, last_epoch_text
 from taskgraph.observe.incidents import FAILOVER
 from taskgraph.observe.screen import cut, one_line, printable, takes_codes, wrap
 from taskgraph.protocol.records import JobStatus
@@ -233,7 +233,7 @@ class ProgressDisplay:
 
     def _print_numbers(self, epoch: int, numbers: Mapping[str, str | int | float]) -> None:
         self._printed.append(epoch)
-        self._write(f"{self._unit} {epoch}{last_text(self._epochs)}{one_line(numbers_text(numbers))}\n")
+        self._write(f"{self._unit} {epoch}{last_epoch_text(self._epochs)}{one_line(numbers_text(numbers))}\n")
 
     def _flush_delayed(self) -> None:
         """Prints the commit that waits to be printed, if there is one."""
@@ -285,7 +285,7 @@ class ProgressDisplay:
         parts = [self._name]
         view = self._view
         if self._epoch >= 0:
-            parts += [f"{self._unit} {self._epoch}{last_text(self._epochs)}", f"{self._epochs_per_s():.1f}/s"]
+            parts += [f"{self._unit} {self._epoch}{last_epoch_text(self._epochs)}", f"{self._epochs_per_s():.1f}/s"]
         elif view is None or (not view.primaries and view.workers is None):
             parts.append("starting")
         elif view.workers is not None:

@@ -18,7 +18,7 @@ from taskgraph.observe.format import (
     cut_lines,
     holders,
     ids_text,
-    last_text,
+    last_epoch_text,
     reason_text,
     split_services,
     table,
@@ -129,7 +129,7 @@ def _head(picture: StatusData) -> list[str]:
         words += _step(picture)
     elif view.stamp:
         attempt = f", attempt {view.stamp.attempt}" if view.stamp.attempt > 1 else ""
-        words.append(f" epoch {view.stamp.epoch}{last_text(picture.epochs)}{attempt}")
+        words.append(f" epoch {view.stamp.epoch}{last_epoch_text(picture.epochs)}{attempt}")
     else:
         words.append(" no epoch")
     if view.running:

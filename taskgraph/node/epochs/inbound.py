@@ -122,7 +122,7 @@ class Inbound:
         return self.wait_for_items(set(channels))
 
     def supply(self, channel: Channel, value: Encoded) -> None:
-        """Keeps the value that a processor derived for a local channel; see `Derived`."""
+        """Keeps the value that a processor derived for a local channel; see `DerivedChannel`."""
         if not self.over:
             self.taken_bytes += value.size_bytes
             self._keep_item(channel, value)

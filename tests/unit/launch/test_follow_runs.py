@@ -19,7 +19,7 @@ import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import looking
 from taskgraph.commands.common import FoundJob
-from taskgraph.commands.joining import _left_text
+from taskgraph.commands.joining import _end_of_nodes_text
 from taskgraph.coordination.api import AccessRefused, DataLost, Listing
 from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
@@ -212,7 +212,7 @@ async def test_leaving_nodes_name_the_checkpoint(keeps: bool) -> None:
     primary = Put(KEYS.primary(0), PrimaryRecord(node="n1-1", term=1, stateful=True).to_bytes())
     await coordinator.txn(Txn(success=(primary, *([CHECKPOINT] if keeps else []))))
     async with followed(coordinator, run) as follower:
-        said = await _left_text("have left", FoundJob(NAME, ENTRY, run, coordinator), follower)  # type: ignore[arg-type]
+        said = await _end_of_nodes_text("have left", FoundJob(NAME, ENTRY, run, coordinator), follower)  # type: ignore[arg-type]
     text = "the nodes started here have left; job again has no node left, and the state of its tasks is lost"
     assert said == text + "; new nodes go on from its checkpoint of epoch 20" * keeps
     await coordinator.close()
