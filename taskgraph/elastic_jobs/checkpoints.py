@@ -61,7 +61,7 @@ class Checkpoints:
         self._finished = ""  # the checkpoint that has its final manifest
 
     async def read(self) -> StateCopy | None:
-        """Returns the state of the checkpoint that the pointer names; None if there is none.
+        """Returns the state in the checkpoint that the pointer in etcd names; None: there is no pointer.
 
         Raises:
             JobError: the checkpoint cannot be read here.
@@ -105,7 +105,7 @@ class Checkpoints:
                         node.keeper.notify_later()  # it may leave now
 
     async def _wait_until_due(self, every_s: float, *, hurry: bool) -> bool:
-        """Waits until the next checkpoint is due. With `hurry`, also returns once all nodes drain: then True."""
+        """Waits until the next checkpoint is due; then False. With `hurry`: True as soon as all nodes drain."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(every_s):
                 await self._node.keeper.wait_until(lambda v: hurry and self._is_writer and all_drain(v), structure=True)

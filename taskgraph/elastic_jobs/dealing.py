@@ -70,7 +70,7 @@ class PieceEffects(Protocol):
 
 
 class Dealing:
-    """The rounds of one worker. It is a `CarriedState`: newcomers get the tally.
+    """The rounds by which one worker deals pieces with the others. A `CarriedState`: newcomers get the tally.
 
     Args:
         tally: all pieces, if this worker begins with no copied state.

@@ -111,7 +111,7 @@ class _Difference(NamedTuple):
     """What differs on one worker.
 
     Attributes:
-        text: a vague one if the worker did not answer.
+        text: says what differs; vague if the worker did not answer.
         spoilt: text about the totals that may rest on it; "": none.
         of_calls: user code asks for something else than on other workers.
     """

@@ -74,7 +74,8 @@ def _imports_pytorch(code: CodeType) -> bool:
 def library_threads(count: int) -> Iterator[None]:
     """Makes PyTorch and OpenBLAS use this many threads in the block: their number decides the last bits.
 
-    Nodes get it by their environment. With `nodes=0` the process may have loaded them with another one.
+    Node processes get the number by their environment. With `nodes=0` the libraries may have had another number; they
+    get it back when the last caller leaves its block.
     """
     with _lock:
         if not _before:

@@ -24,7 +24,7 @@ class Rows:
     Args:
         rows: how many there are.
         batch: rows of a step.
-        parts: parts of a step of that many rows; a smaller step has fewer, of nearly the full size.
+        parts: parts of a step of `batch` rows; a smaller step has fewer parts, of nearly the full size.
         passes: how often all rows are read; None: without an end.
         shuffle: draw the order of each pass from `seed`; otherwise it is that of the rows.
         drop_last: without the smaller step that ends a pass.

@@ -173,7 +173,7 @@ class Run:
         return self.progress.compute_pieces(call, function, pieces, capture_modules(self.named))
 
     def check_part_loop_ended(self) -> None:
-        """Raises StepError if user code has left a loop over parts or pieces early."""
+        """Raises StepError if user code is in a loop over parts or pieces, or has left it early."""
         if self._steps is not None:
             self._steps.check_part_loop_ended()
         if self._shards is not None:

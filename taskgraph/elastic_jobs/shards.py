@@ -209,7 +209,7 @@ class Shards(Generic[R]):
         return [Failed(one.piece, worker_of(one.holder), one.text, one.pass_number) for one in aside]
 
     def check_ended(self) -> None:
-        """Raises StepError if user code has left the loop early."""
+        """Raises StepError if user code is in the loop body, or has left the loop early."""
         if self._pieces is not None and self._pieces.at_work is not None:
             raise StepError(
                 "the loop over run.shards was left before its last piece: other workers go on to the end, so `break` "

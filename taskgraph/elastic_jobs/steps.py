@@ -125,7 +125,7 @@ class Steps:
         return self._step is not None and self._step.in_part_loop
 
     def check_part_loop_ended(self) -> None:
-        """Raises StepError if user code has left a part loop early."""
+        """Raises StepError if user code is in a part loop, or has left one early."""
         if self._step is not None:
             self._step.check_part_loop_ended()
 
@@ -278,7 +278,7 @@ class Step:
         self._steps.run.progress.node.emit("nonfinite", text)
 
     def check_part_loop_ended(self) -> None:
-        """Raises StepError if the part loop was left early."""
+        """Raises StepError if user code is in the part loop, or has left it early."""
         if not self._over:
             raise StepError(
                 f"step {self.number} was left before its total was there: `for part in step` must run to its end, "

@@ -98,10 +98,10 @@ class Tables:
         return iter(self._tables.values())
 
     def make(self, name: str, options: TableOptions, seed: int) -> RunTable:
-        """Makes a table.
+        """Makes a table of the run.
 
         Raises:
-            TableError: there is one of this name.
+            TableError: there is a table of this name already, or the name is no text.
         """
         if not isinstance(name, str) or not name:
             raise TableError(f"run.table({name!r}): the name must be a text")

@@ -40,7 +40,7 @@ Result = concurrent.futures.Future[list[NDArray[Any]]]
 
 
 class GroupClosed(Exception):
-    """The group was closed: its view is over."""
+    """Raised by waits and sums of a process group that was closed, since its view is over."""
 
 
 class _Keys:

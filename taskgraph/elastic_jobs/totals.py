@@ -73,7 +73,7 @@ class KeptTotals:
         self._keep_from = {n: kept for n, kept in self._keep_from.items() if n in there or n in inside}
 
     def drop_entered(self) -> None:
-        """Stops keeping totals for newcomers that have entered: more is stable since, so they hold what they lacked."""
+        """Called when more totals are stable: stops keeping totals for newcomers in the view, which hold these now."""
         for worker in self._workers:
             if worker in self._keep_from and self._keep_from[worker][1] < self._core.number:
                 del self._keep_from[worker]

@@ -111,7 +111,7 @@ class SimNetwork:
         return self._cuts
 
     def heal(self, one: str, other: str, number: int | None = None) -> None:
-        """Ends a cut. Messages sent meanwhile arrive if their connection is still open."""
+        """Ends the cut of this number; None: any. Messages sent meanwhile arrive if their connection is still open."""
         link = (one, other)
         if link not in self._cut or (number is not None and self._cut[link] != number):
             return
@@ -179,7 +179,7 @@ class SimNetwork:
         return node in self._dead_hosts
 
     def _late_s(self, sender: str, to: str, kind: str) -> float:
-        """Returns the delay that slow actors add to a message."""
+        """Draws the delay that slow actors add to a message."""
         if self._slow_actors is None:
             return 0.0
         return self._slow_actors.late_s(

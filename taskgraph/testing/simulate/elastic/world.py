@@ -323,10 +323,7 @@ class ElasticWorld:
         return there and node.engine.core.phase != Phase.OUTSIDE
 
     def whole_workers(self) -> list[ElasticProcess]:
-        """Returns the workers of the newest view that hold all its totals, and whose process exists.
-
-        All nodes before there is a view.
-        """
+        """Returns the existing workers of the newest view that hold all its totals; without a view, all nodes."""
         if self.view.workers is None:
             return self.existing()
         return [known for known in self.existing() if self._is_worker(known.node) and known.node.engine.core.whole]
