@@ -26,7 +26,7 @@ from taskgraph.device import digest, virtual
 from taskgraph.device.afterwards import OffLoopFinalizer
 from taskgraph.device.api import IDENTITY_BYTES, Array, Device, Event, Stream
 from taskgraph.device.memory import BoundedAllocator, bound_pinned_memory, reclaimers
-from taskgraph.device.visible import PRETEND, VISIBLE, visible
+from taskgraph.device.visible import PRETEND, VISIBLE, visible_devices
 from taskgraph.errors import JobError
 from taskgraph.protocol.deviceloss import device_error
 
@@ -57,7 +57,7 @@ def device_count() -> int:
         JobError: there are devices, and CuPy is set to use a default stream per thread.
     """
     if PRETEND in os.environ:
-        return len(visible(os.environ.get(VISIBLE, "")))
+        return len(visible_devices(os.environ.get(VISIBLE, "")))
     if importlib.util.find_spec("cupy") is None:
         return 0
     try:

@@ -90,7 +90,7 @@ class DriverError(RuntimeError):
 
 @cache
 def _driver() -> Any:
-    """Loads the CUDA driver's library, and sets the types of its functions. OSError: it is older than CUDA 10.2."""
+    """Loads the CUDA driver's library, and sets the types of its functions. OSError: none from CUDA 10.2 or later."""
     library = ctypes.CDLL(_LIBRARY)
     for name, types in _CALLS.items():
         try:

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Final
 
-__all__ = ["PRETEND", "VISIBLE", "device_ids", "visible"]
+__all__ = ["PRETEND", "VISIBLE", "device_ids", "visible_devices"]
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 """The variable with the devices that a process may use; CUDA reads it once."""
@@ -16,7 +16,7 @@ PRETEND: Final = "TASKGRAPH_PRETEND_DEVICES"
 _DEVICE: Final = re.compile(r"\d+|GPU-.+|MIG-.+")
 
 
-def visible(text: str) -> tuple[str, ...]:
+def visible_devices(text: str) -> tuple[str, ...]:
     """Parses `CUDA_VISIBLE_DEVICES` as CUDA does: devices up to the first invalid entry."""
     found: list[str] = []
     for entry in map(str.strip, text.split(",")):
@@ -28,5 +28,5 @@ def visible(text: str) -> tuple[str, ...]:
 
 def device_ids(count: int) -> tuple[str, ...]:
     """Returns names of this process's `count` devices: from `CUDA_VISIBLE_DEVICES`, or else "0", "1", ..."""
-    named = visible(os.environ.get(VISIBLE, ""))
+    named = visible_devices(os.environ.get(VISIBLE, ""))
     return named[:count] if len(named) >= count else tuple(map(str, range(count)))

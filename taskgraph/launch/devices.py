@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from taskgraph.device.visible import VISIBLE, visible
+from taskgraph.device.visible import VISIBLE, visible_devices
 
 __all__ = ["count_sharing", "deal", "host_devices"]
 
@@ -25,7 +25,7 @@ def host_devices(environ: Mapping[str, str] = os.environ, folder: Path = Path("/
     Devices without device files (WSL) are not seen: nodes find them by themselves.
     """
     if VISIBLE in environ:
-        return visible(environ[VISIBLE])
+        return visible_devices(environ[VISIBLE])
     try:
         files = [name for name in os.listdir(folder) if _FILE.fullmatch(name)]
     except OSError:

@@ -110,7 +110,7 @@ def _fork(
 
 
 def _read_all(said: io.FileIO, parent: int) -> bytes | None:
-    """Reads all that a child writes; None after the timeout."""
+    """Reads all that a child writes; None after the timeout. If the launcher died, kills this process and the child."""
     poll = select.poll()
     poll.register(said, select.POLLIN | select.POLLHUP)
     until, text = time.monotonic() + _FORK_S, b""

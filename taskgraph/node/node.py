@@ -100,7 +100,6 @@ class Node(NodeServices):
     # -- for the control service and tests --------------------------------------------------------
 
     def status(self) -> NodeStatus:
-        """Returns the node's status: what runs here, and what it waits for."""
         leader = self.roles.leader
         waits = (
             *self.registration.waits,
@@ -117,10 +116,8 @@ class Node(NodeServices):
 
     @property
     def latest_epoch(self) -> int:
-        """The latest epoch that a task here has begun, or the one at work; -1: none."""
         latest = (primary.attempts.latest for primary in self.roles.primaries.values())
         return max(self.epoch, *(stamp.epoch for stamp in latest if stamp is not None), -1)
 
     async def results(self) -> list[TaskResult]:
-        """Waits until the primaries here have computed their results, after the last commit; returns them."""
         return await task_results(self.keeper, self.roles.primaries)

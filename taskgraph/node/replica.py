@@ -215,7 +215,7 @@ class Replica:
         return self._set_up is not None
 
     async def set_up(self) -> None:
-        """Runs `setup()` once; concurrent callers wait for the same run."""
+        """Builds the user's object and runs `setup()`, once: all callers wait for that run, and get its error."""
         if self._set_up is None:
             self._set_up = asyncio.create_task(self._run_setup())
         await asyncio.shield(self._set_up)
@@ -313,7 +313,7 @@ class Replica:
                 self.log.fold(boundary.log if boundary.log is not None else reports_in(boundary.value))
 
     async def read_reports(self, value: Encoded) -> dict[int, Rows] | ReportLog:
-        """Reads the reports in a boundary, for `log.fold`; a large boundary in a thread."""
+        """Reads the reports in a boundary of task 0, for `log.fold`, a large one in a thread; {} for other tasks."""
         if self.task != 0:
             return {}
         return await self.in_thread_if_large(partial(reports_in, value), value.size_bytes)

@@ -55,7 +55,7 @@ class Roles:
     # -- primaries --------------------------------------------------------------------------------
 
     def begin_term(self, primary: Primary) -> None:
-        """Starts a primary after its takeover succeeded. It works until the view shows another primary."""
+        """Starts a primary whose takeover succeeded, and with task 0's the leader. Both work until `step_down`."""
         task = primary.task
         self.primaries[task] = primary
         self._node.epoch_memory.primaries = len(self.primaries)
@@ -94,7 +94,7 @@ class Roles:
             node.end_with(failed, ran=(code,))
 
     def step_down(self, task: int) -> None:
-        """Ends the term of this node's primary of a task, since the view shows another primary."""
+        """Begins to end the term of this node's primary of a task, since the view shows another primary."""
         primary = self.primaries.pop(task)
         self._node.epoch_memory.primaries = len(self.primaries)
         if task == 0:

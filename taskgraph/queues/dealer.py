@@ -104,7 +104,7 @@ class Dealer:
         return [Slow(*self._plan.pieces[one.piece], f"task {one.holder}", one.seconds) for one in self.ledger.slow(now)]
 
     def _note_term(self, task: int, term: int) -> None:
-        """Notes the term of a task that asks. If it is a new one, opens the pieces dealt to the primary before."""
+        """Notes the term of a task that asks. A new term opens the pieces of the primary before, also finished ones."""
         known = self._terms.get(task)
         self._terms[task] = term
         if known is None or known == term:

@@ -65,7 +65,7 @@ class PieceWork:
 
     @property
     def _work(self) -> Work:
-        """The attempt. Raises AttemptEnded if it is closed."""
+        """The attempt. Raises AttemptEnded after `close`."""
         work = self._open
         if work is None:
             raise AttemptEnded(late=True)

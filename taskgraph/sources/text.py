@@ -142,7 +142,7 @@ def lines_between(file: IO[bytes], at: int, end: int) -> Iterator[bytes]:
 
 
 def decode_line(line: bytes, path: str) -> str:
-    """Decodes a line.
+    """Decodes a line of UTF-8, with its end.
 
     Raises:
         JobError: it is not UTF-8.

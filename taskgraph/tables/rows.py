@@ -91,7 +91,7 @@ def first_rows(ids: Ids, width: int, *, seed: int, init: str, scale: float, dtyp
     at_a_time = max(1, _CHUNK // max(1, width))
     for begin in range(0, len(ids), at_a_time):
         some = slice(begin, begin + at_a_time)
-        drawn = _between(_mix(keys[some, None] + columns))
+        drawn = _uniform(_mix(keys[some, None] + columns))
         made[some] = (_normal(drawn) if init == "normal" else drawn) * scale
     return made
 
@@ -103,8 +103,8 @@ def _mix(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def _between(words: Words) -> Floats:
-    """Returns numbers evenly spread over -1 to 1, neither included: odd multiples of 2**-52, all exact."""
+def _uniform(words: Words) -> Floats:
+    """Turns random bits into numbers evenly spread over -1 to 1, neither included: odd multiples of 2**-52."""
     odd = (words >> np.uint64(11)) | np.uint64(1)
     return odd.astype(np.float64) * 2.0**-52 - 1.0
 

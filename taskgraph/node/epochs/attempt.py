@@ -467,7 +467,6 @@ class Attempt:
         return self.replica.late_calls
 
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> asyncio.Future[None]:
-        """Begins to pull the items of optional channels; the returned future is done when all have arrived."""
         return self.inbound.fetch(channels)
 
     def supply(self, tag: str, value: Encoded) -> None:

@@ -263,7 +263,7 @@ class Inbound:
                     waiter.set_result(None)
 
     async def _take_to_host(self, tag: str, producer: int, item: Item) -> None:
-        """Copies an item to the host: it is on the device of another node in this process."""
+        """Copies an item to the host, since it is on the device of another node in this process, and takes it."""
         try:
             value = await self._primary.replica.threads.run(partial(copy_to_host, item.value))
         except Exception as error:

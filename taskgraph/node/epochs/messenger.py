@@ -64,7 +64,7 @@ class Messenger:
     # -- out --------------------------------------------------------------------------------------
 
     async def send_flag(self, where: str, to: int, value: Encoded) -> None:
-        """Delivers a flag, and waits for its acknowledgement."""
+        """Sends a flag until it is acknowledged, and counts it in the ledger."""
         attempt = self._attempt
         attempt.ledger.count_sent("flag", attempt.task, to, value.digest.hex(), value.digest)
         if attempt.recording is not None:

@@ -284,10 +284,10 @@ def _array_ends(value: object) -> bytes:
 
 
 def _same_value(value: Any, ends: bytes) -> _Check:
-    """Returns a function that is True of a later value that is equal, if `value` is small; else of the same object.
+    """Returns a function that is True of an equal value, if `value` is a small number, text or array; else of itself.
 
     Args:
-        ends: `_array_ends` of `value`: an array must also have the same ends.
+        ends: `_array_ends` of `value`: a large array must also have the same ends.
     """
     kind = type(value)
     if any(kind is plain for plain in _PLAIN) and sys.getsizeof(value) <= _SMALL_BYTES:

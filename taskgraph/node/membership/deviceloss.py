@@ -71,8 +71,8 @@ class DeviceLoss:
         return (cause, by, stamp.epoch) if at is not None and at.attempt == stamp.attempt else (error, task, epoch)
 
     def leave_or_explain(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
-        """Begins to end this node for a device error that the job survives, and returns None; otherwise returns text to
-        add to the job's failure, "" if it is no such error.
+        """Begins, once, to end this node for a device error that the job survives, and returns None. Otherwise returns
+        text to add to the job's failure; "": it is no such error.
         """
         found = cuda_error(error)
         if found is None or not self._node.own_process:
@@ -122,7 +122,7 @@ class DeviceLoss:
         node.end_with(self.error)
 
     async def _wait_for_replicas(self, task: int, epoch: int) -> str:
-        """Waits until another node has each state that only this node has. Returns why the job fails instead, or ""."""
+        """Waits, `drain_s` at most, until other nodes have all state that is here. Returns why the job fails, or ""."""
         node = self._node
         if (first := self._decide(task, epoch)).wait:
             text = f"task {task} met an error of its device; its node {node.name} ends, and waits for {first.wait}"

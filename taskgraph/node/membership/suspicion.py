@@ -93,7 +93,7 @@ class Suspicion:
     def note_connection_lost(self, node: str) -> None:
         """Notes that a connection to a node broke, and probes whether the node still listens.
 
-        A draining node may have left in good order, with its goodbye unread: a write failed first.
+        A draining node, which may have left in good order with its goodbye unread, is probed only a moment later.
         """
         self.detector.connection_lost(node)
         known = self._node.keeper.view.nodes.get(node)
@@ -151,7 +151,7 @@ class Suspicion:
             self._probing.discard(node)
 
     def note_lease_unproved(self) -> None:
-        """Notes that this node's own lease cannot be proved; perhaps no lease can."""
+        """Notes that this node's own lease cannot be proved: perhaps no lease can, so absence proves nothing."""
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None

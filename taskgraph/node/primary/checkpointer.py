@@ -342,7 +342,7 @@ class Checkpointer:
         return True
 
     def _emit_failed(self, epoch: int, failed: str, why: str) -> None:
-        """Emits a failure once for each epoch, although the work is retried each second."""
+        """Emits the failure `failed` once for each epoch, although the work is retried each second."""
         if self._failed.get(failed) == epoch:
             return
         again = failed in self._failed

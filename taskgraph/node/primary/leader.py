@@ -158,7 +158,6 @@ class LeaderRole:
         return self._accepted
 
     def lacks_own_report(self) -> bool:
-        """True if a commit lacks only the report of task 0, and a task waits for the commit."""
         return self._leader.lacks_task_0()
 
     async def take_restart(self, request: RequestRestart) -> Accepted:

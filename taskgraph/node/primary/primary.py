@@ -526,7 +526,6 @@ class Primary:
         return self.attempts.of(self.attempts.latest) if self.attempts.latest is not None else None
 
     def note_job_ends(self) -> None:
-        """Notes that user code called `epoch.finish()`: no later epoch begins. May be called in any thread."""
         if self._lanes is not None:
             self._lanes.finishing = True
 
@@ -573,7 +572,6 @@ class Primary:
         self.node.log.warning("task %d: %s, after the job ended, or another took over", self.task, error)
 
     def fail_for_late_message(self, attempt: Attempt, error: GraphError) -> None:
-        """Fails the job, since user code sent a message after its attempt had finished, maybe after the commit."""
         if self._group is not None:
             self._group.create_task(self._fail_until_recorded(attempt, error))
         elif self._may_still_count(attempt):

@@ -45,7 +45,7 @@ class SharedStateAccess:
         self.stage = ""
 
     async def find_keeper(self) -> None:
-        """Waits until it is known which task keeps the shared state: until all lower tasks have begun."""
+        """Waits until all lower tasks have begun, so that the keeper is known, and sets `Replica.keeps_shared`."""
         task, keeper = self._task, self._node.keeper
         if self._replica.shape.shared:
             self.stage = "the first primaries of the tasks before it: one of them may keep its shared state"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import array_module, device_count
-from taskgraph.device.visible import PRETEND, VISIBLE, visible
+from taskgraph.device.visible import PRETEND, VISIBLE, visible_devices
 from taskgraph.launch.devices import count_sharing, deal, host_devices
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -35,7 +35,7 @@ from taskgraph.node.config import NodeConfig
     ],
 )
 def test_variable_is_read_as_cuda_reads_it(text: str, found: tuple[str, ...]) -> None:
-    assert visible(text) == found
+    assert visible_devices(text) == found
 
 
 def test_assigned_devices_count(tmp_path: Path) -> None:
