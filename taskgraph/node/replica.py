@@ -435,7 +435,7 @@ def _is_small(value: Any) -> bool:
 
 
 def is_intact(value: Encoded) -> bool:
-    """True if a boundary that was borrowed from another process still has its digest.
+    """True if a boundary was not borrowed from another process, or still has its digest.
 
     The lender could write to the shared memory while it lived. Takeovers depend on boundaries, so these are verified
     when they are read.

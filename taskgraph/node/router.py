@@ -107,7 +107,7 @@ class Router:
         return None if known is None else known[1]
 
     def keep_only(self, nodes: set[str]) -> None:
-        """Drops the addresses of all nodes but these: others get no more calls."""
+        """Drops the addresses of all nodes but these: others get no more calls unless they register."""
         self._addresses = {node: known for node, known in self._addresses.items() if node in nodes}
 
     async def to_primary(self, task: int, message: Callable[[], Call], *, timeout_s: float | None = None) -> Reply:

@@ -83,7 +83,7 @@ class Serving:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Says, for `status`, that this node refuses further calls: parked calls may wait for one of them."""
+        """Says, for `status`, if this node refuses further calls, for which parked calls may wait; (): it does not."""
         limit = self._node.settings.max_parked
         if self._waiting.count < limit:
             return ()

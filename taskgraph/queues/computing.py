@@ -275,7 +275,7 @@ def _value(it: DeclaredMap, epoch: PieceEpoch, todo: Todo) -> Result:
 
 
 async def _value_async(it: DeclaredMap, epoch: PieceEpoch, todo: Todo) -> Result:
-    """As `_value`, if that is an `async def`; the piece is read in a thread."""
+    """As `_value`, if the user's `value` is an `async def`; the piece is read in a thread."""
     found: list[tuple[Any, int]] = []
     if it.source is None:
         found.append(_content(it, epoch, todo))

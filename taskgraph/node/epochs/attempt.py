@@ -336,7 +336,9 @@ class Attempt:
         return task
 
     def _on_task_done(self, done: asyncio.Task[Any]) -> None:
-        """Ends the attempt if user code failed, or cancelled its own asyncio task, which a TaskGroup would ignore."""
+        """Wakes threads if user code failed; ends the attempt if it cancelled its own asyncio task, which a TaskGroup
+        would ignore.
+        """
         if not done.cancelled():
             if done.exception() is not None:
                 self._wake_threads()

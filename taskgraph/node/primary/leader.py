@@ -625,6 +625,6 @@ class LeaderRole:
 
 
 def within_reach(stamp: Stamp, ahead: int, view: JobView) -> bool:
-    """True if a task at `stamp` is at most `ahead` epochs ahead of the view, in the view's attempt."""
+    """True if `stamp` is not ahead of the view, or at most `ahead` epochs ahead of it in the view's attempt."""
     at = view.stamp
     return at is not None and (at >= stamp or (at.attempt == stamp.attempt and stamp.epoch <= at.epoch + ahead))
