@@ -188,7 +188,7 @@ async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, in
 
 
 async def _wait_for_change(coordinator: Coordinator, key: str, revision: int) -> None:
-    """Waits until `key` may have been written after `revision`."""
+    """Waits until `key` may have been written after `revision`; 0: it is unknown, waits for `_LOG_AGAIN_S`."""
     if not revision:
         await asyncio.sleep(_LOG_AGAIN_S)
         return

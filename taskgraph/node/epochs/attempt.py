@@ -346,7 +346,7 @@ class Attempt:
             self._create_task(raise_in_attempt(cancelled_by_user_error(f"task {self.task}, epoch {self.number}: ")))
 
     def _wake_threads(self) -> None:
-        """Makes threads stop waiting for replies: the attempt ends, and waits for its threads."""
+        """Marks the attempt as cancelled, and makes its threads stop waiting for replies: its end waits for them."""
         self.cancelled = self.inbound.over = True
         if self._messenger is not None:
             self._messenger.end()
