@@ -53,7 +53,10 @@ _UFUNCS: Final[Mapping[str, np.ufunc]] = {"sum": np.add, "mean": np.add, "min": 
 
 
 def make_partial(value: Any, op: str, allocate: Allocate) -> Partial:
-    """Makes what a task contributes of what its user code returned. A lone array is not copied: `pack` does that.
+    """Makes a task's contribution from what its user code returned. A lone array is not copied: `pack` does that.
+
+    Args:
+        value: a tree; for `op` "mean" (weight, tree).
 
     Raises:
         JobError: something in it cannot be added.
@@ -70,7 +73,7 @@ def _keeps_its_dtype(dtype: np.dtype[Any]) -> bool:
 
 
 def _weighted_sums(value: Any, allocate: Allocate) -> Sums:
-    """Returns what a task contributes to a mean, of (weight, tree): the sums of (weight, weight * tree)."""
+    """Makes a task's contribution to a mean from (weight, tree): the `Sums` of (weight, weight * tree)."""
     if not isinstance(value, tuple) or len(value) != 2:
         raise JobError(f"for a mean return (weight, tree), as in (len(rows), gradient), not {type(value).__name__}")
     weight, tree = value
@@ -138,7 +141,7 @@ def _as_sums(partial: Partial) -> Sums:
 
 
 def check_alike(partials: Mapping[int, Partial], op: str, what: str) -> dict[int, Partial]:
-    """Returns {task: contribution}, all of one layout: those that differ in devices only are given a common one.
+    """Returns {task: contribution}, all of one layout: if some differ, only in devices, all get a common layout.
 
     Raises:
         JobError: two of them differ; it names the place, and both tasks.
@@ -223,7 +226,7 @@ def join_parts(parts: Sequence[Partial], allocate: Allocate) -> Sums:
 
 
 def encode_result(partial: Partial, op: str, what: str, allocate: Allocate) -> Encoded:
-    """Encodes the sum of all contributions as the tree that user code gets.
+    """Encodes the sum of all contributions as the tree that user code gets; of a mean, divided by the weight.
 
     Raises:
         JobError: the weights of a mean add up to 0.

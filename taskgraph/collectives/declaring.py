@@ -41,8 +41,8 @@ class CollectiveDeclaration:
 
     Args:
         kind: the name of the method of `tg.Epoch`.
-        over, inbound: as users gave them.
-        root: the task that gives or gets a value; None: all do.
+        tag, over, inbound: as users gave them.
+        root: the task that gives or gets a value; None: all do, and the first member is the root of the tree.
         at: task and epoch, for errors.
     """
 

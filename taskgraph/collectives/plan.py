@@ -32,7 +32,7 @@ LARGE_SLICE_BYTES: Final = 512 << 10
 
 
 def slicing_bytes(via: Via, members: int) -> int | None:
-    """Returns the size in bytes from which on an allreduce slices values; None: it never does."""
+    """Returns the size, in bytes, from which on an allreduce cuts values into slices; None: it never does."""
     if members == 1 or via == "tree":
         return None
     return 1 if via == "ring" else members * LARGE_SLICE_BYTES

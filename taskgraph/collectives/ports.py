@@ -15,7 +15,7 @@ To = str | int | Sequence[str | int]
 
 
 class Work(Protocol):
-    """What a processor needs of the attempt in which it runs."""
+    """What collectives use of the attempt in which a processor runs. `task`, `number`: the task and the epoch."""
 
     task: int
     number: int
@@ -28,7 +28,7 @@ class Work(Protocol):
 
 
 class Ins(Protocol):
-    """The values that came in the inbound channels of a processor, still encoded."""
+    """What collectives use of `tg.Inputs`: the values of a processor's inbound channels, still encoded."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -37,7 +37,7 @@ class Ins(Protocol):
 
 
 class Outs(Protocol):
-    """Takes the values of the outbound channels of a processor."""
+    """What collectives use of `tg.Outputs`: takes the values of a processor's outbound channels, also encoded ones."""
 
     @property
     def work(self) -> Work: ...

@@ -67,7 +67,7 @@ class DropResults(_Internal):
 
 @frozen
 class Relay(_Internal):
-    """Passes a value on to the children."""
+    """Passes a value from the task's parent in the tree on to its children."""
 
     is_brief: ClassVar[bool] = True
     tag: str
@@ -79,7 +79,7 @@ class Relay(_Internal):
 
 @frozen
 class AddChildren(_Internal):
-    """Adds the sums of the children to what this task contributes, and puts the total.
+    """Adds the sums of this task's children in the tree to its own contribution, and puts the sum.
 
     Attributes:
         what: names the collective.

@@ -101,10 +101,10 @@ class EmbeddedEtcd:
     """One etcd server under a guard. Call `start` and `stop`, or use it as an async context.
 
     Args:
-        private: listens on unix sockets instead of ports.
-        public: listens for other hosts, and keeps its data; None: neither.
+        private: etcd listens on unix sockets instead of ports.
+        public: how etcd listens for other hosts, and where it keeps its data; None: it does neither.
         log: a file for etcd's log, which is kept; None: a temporary file.
-        nodes: how many nodes will connect.
+        nodes: how many nodes will connect: etcd needs open files for them.
 
     Attributes:
         endpoint: `127.0.0.1:port`, `unix:/path`, or `https://host:port`, for `EtcdCoordinator.connect`.
@@ -184,7 +184,7 @@ class EmbeddedEtcd:
             self._remove_folder()
 
     def _remove_folder(self) -> None:
-        """Removes etcd's directory, which stays if the guard was killed."""
+        """Removes etcd's directory, if the guard was killed and could not."""
         if self._folder is not None:
             self._folder.remove()
 
@@ -228,7 +228,7 @@ class EmbeddedEtcd:
             raise
 
     def _addresses(self, folder: Path) -> tuple[str, str, str]:
-        """Returns the URLs for clients and for members, and the endpoint."""
+        """Returns the URLs at which etcd listens for clients and for other members, and the `endpoint`."""
         if self._private:
             return "unix://client:1", _PRIVATE_PEER, f"unix:{folder}/client:1"
         if (public := self._public) is not None:  # no other member will come

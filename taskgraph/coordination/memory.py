@@ -305,7 +305,7 @@ class MemoryCoordinator:
         store: shared by all nodes.
         rng: delays each batch of each watch by a random time, as a network does; None: no delay.
         max_lag_s: the longest delay.
-        endless: leases survive a stuck event loop, however long it is stuck.
+        endless: leases are renewed while the event loop is stuck, however long that is.
     """
 
     def __init__(

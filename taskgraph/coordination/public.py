@@ -18,7 +18,8 @@ class Public:
 
     Attributes:
         host: this host's name or address, as others reach it.
-        data: its data: a folder on a file system that all hosts see. It survives the server, so writes are synced.
+        data: the folder for its data, on a file system that all hosts see. The data survives the server, so writes are
+            synced.
         tls: ca, cert and key files: clients need a certificate of the same authority; {}: without TLS.
         name: the name in the certificate, if it is not the host's.
     """
@@ -41,7 +42,7 @@ class Public:
 
 
 def address_of(host: str) -> str:
-    """Returns the address of this host by that name: etcd listens on addresses only.
+    """Returns the address of this host that the name `host` has: etcd listens on addresses only.
 
     Raises:
         CoordinationError: the name has no address.

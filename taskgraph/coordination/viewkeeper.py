@@ -263,7 +263,7 @@ class ViewKeeper:
             self._notify_timer = asyncio.get_running_loop().call_later(wait_s, self._notify_from_timer)
 
     def _notify_from_timer(self) -> None:
-        """Calls `notify` from a timer. An error ends `run`, as an error after an event of the watch does.
+        """Calls `notify` from the event loop. An error ends `run`, as an error after an event of the watch does.
 
         Otherwise the event loop would only log the error, and some waiters would wait for ever.
         """

@@ -52,7 +52,7 @@ def namespace_of(function: JobFunction[...]) -> dict[str, Any]:
 
 
 def file_of(function: JobFunction[...]) -> Path | None:
-    """Returns the file of a job function; None: it was defined at a prompt."""
+    """Returns the file of a job function; None: there is none, as it was defined at a prompt or is in an archive."""
     file = namespace_of(function).get("__file__")
     if not file and function.__module__ == "__main__":  # `python -i` takes it away once the script is through
         file = inspect.unwrap(function.__wrapped__).__code__.co_filename

@@ -75,7 +75,7 @@ class JobSpec:
 
     @classmethod
     def local(cls, job: Job) -> JobSpec:
-        """Makes the spec of a job that stays in this process."""
+        """Makes the spec of a job that stays in this process: it names no driver, and `load_job` refuses it."""
         check_not_importing(job.name)
         return cls._make(job, None, {}, LOCAL_FINGERPRINT)
 

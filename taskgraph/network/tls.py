@@ -64,7 +64,7 @@ class Tls:
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Tls | None:
-        """Makes one from `{"ca": ..., "cert": ..., "key": ...}`, perhaps with a "name"; None from an empty mapping."""
+        """Makes a `Tls` of `{"ca": ..., "cert": ..., "key": ...}`, perhaps with a "name"; None of an empty mapping."""
         return Tls(given["ca"], given["cert"], given["key"], given.get("name", "")) if given else None
 
     def context(self, *, server: bool) -> ssl.SSLContext:

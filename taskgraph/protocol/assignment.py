@@ -13,7 +13,7 @@ __all__ = ["Assignment", "Holding", "Seat", "Wish"]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A node that may have replicas: registered, not gone, not draining."""
+    """A node that may get replicas: registered, not gone, not draining. `devices`: the number of its CUDA devices."""
 
     node: str
     host: str
@@ -25,7 +25,8 @@ class Holding:
     """The current replicas of a task.
 
     Attributes:
-        primary: the primary in etcd. It may be missing in `members`, and may be no seat (draining or lost).
+        primary: the primary in etcd; None: the task never had one. It may be missing in `members`, and may be no seat
+            (draining or lost).
         members: the nodes in sync that are not evicted, in the order of admission, which is the order of succession.
     """
 
@@ -47,7 +48,10 @@ class Wish:
 
 
 class Assignment:
-    """Which nodes have the replicas of each task. Nodes are numbers: seats first, then kept nodes; -1: no primary."""
+    """A plan of which nodes have the replicas of each task; it starts with the current ones. Arguments as in `place`.
+
+    Nodes are numbers: seats first, then the nodes in `keep`; -1: no primary.
+    """
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class Assignment:
     # -- the state --------------------------------------------------------------------------------
 
     def is_eligible(self, task: int, node: int) -> bool:
-        """True if the node may have replicas of the task: it needs no device, or the node has one or is kept."""
+        """True if the node may have replicas of the task: it needs no device, or the node has one or is in `keep`."""
         return self.has_device[node] or not self.needs[task]
 
     def eligible_seats(self, task: int) -> Sequence[int]:
@@ -121,7 +125,7 @@ class Assignment:
         self.add_backup(task, old)
 
     def holders(self, task: int) -> list[int]:
-        """Returns the nodes of the task's replicas, its primary (-1: none) first."""
+        """Returns the planned nodes of the task's replicas, its primary (-1: none) first."""
         return [self.primary[task], *self.backups[task]]
 
     def primary_count(self, node: int) -> int:
@@ -139,7 +143,7 @@ class Assignment:
         return self.many_hosts and self.hosts[node] in self.hosts_without(task, node)
 
     def tie_break(self, task: int, seat: int) -> int:
-        """Returns a sort key: each task prefers seats in a circle from its number, so a node's backups are spread."""
+        """Returns a sort key among equally good seats: task t prefers seat t, t + 1, ... modulo the number of seats."""
         return (seat - task) % self.seats
 
     # -- the outcome ------------------------------------------------------------------------------

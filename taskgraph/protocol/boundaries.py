@@ -31,8 +31,9 @@ class Boundary:
     """A snapshot of a task between two epochs. `stamp` has its number (as epoch) and the attempt that computed it.
 
     Attributes:
-        log: the reports in `value`, if they are decoded.
-        shared: on the primary, the shared state that `value` leaves out because another task keeps it.
+        value: the state; without the shared state if another task is its keeper.
+        log: the reports in `value`, epoch -> task -> numbers; None: they are not decoded.
+        shared: on the primary, the shared state that `value` leaves out; None: on a backup, or nothing is left out.
         key: (epoch, attempt, term).
     """
 
@@ -71,7 +72,7 @@ class Boundaries:
         return tuple(self._stored[key] for key in sorted(self._stored))
 
     def hold(self, boundary: Boundary, *, committed: bool) -> bool:
-        """Stores a boundary. `committed`: its primary read it as committed, so it replaces pending ones.
+        """Stores a boundary. `committed`: its primary read it as committed, so it replaces pending ones up to it.
 
         Returns False if a roll-back undid it, or a later term or attempt committed: then it must not be acknowledged.
         """
@@ -102,9 +103,9 @@ class Boundaries:
         return next((boundary for boundary in stored if boundary.value.digest == digest), None)
 
     def committing_at(self, epoch: int) -> tuple[Boundary, ...]:
-        """Returns the stored boundaries that commit when `epoch` is read as committed, in order.
+        """Returns the pending boundaries that `read_epoch(epoch)` would take for committed, in order; changes nothing.
 
-        Several epochs may commit at once. The rule of the highest (attempt, term) holds for each.
+        Several epochs may commit at once. Of each, the boundary of the highest (attempt, term) counts.
         """
         first = self.committed.stamp.epoch if self.committed is not None else -1
         best: dict[int, Boundary] = {}
@@ -114,9 +115,9 @@ class Boundaries:
         return tuple(best.values())
 
     def read_epoch(self, epoch: int) -> Boundary | None:
-        """Handles an epoch read from etcd as committed: its boundary becomes the committed one.
+        """Handles an epoch read from etcd as committed: its boundary becomes the committed one, earlier ones are freed.
 
-        Returns that boundary; None if it is not stored, or was the committed one before.
+        Returns that boundary; None, and nothing changes, if it is not pending here.
         """
         if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
@@ -132,7 +133,7 @@ class Boundaries:
         return self.committed
 
     def holds(self, epoch: int) -> bool:
-        """True if boundary `epoch` is stored as the committed one."""
+        """True if the stored committed boundary is boundary `epoch`."""
         return self.committed is not None and self.committed.stamp.epoch == epoch
 
     def drop_pending(self) -> None:

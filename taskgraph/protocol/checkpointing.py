@@ -37,7 +37,7 @@ _MAX_GIVEN_UP = 16
 
 
 def select_sparse(boundaries: Iterable[Stamp], most: int) -> list[Stamp]:
-    """Selects `most` boundaries, in order: those whose epochs are multiples of the largest powers of two.
+    """Selects up to `most` boundaries, in order: those whose epochs are multiples of the largest powers of two.
 
     So nodes that know different boundaries select the same ones.
     """
@@ -45,12 +45,15 @@ def select_sparse(boundaries: Iterable[Stamp], most: int) -> list[Stamp]:
 
 
 def is_due(view: JobView, boundary: Stamp, every: int) -> bool:
-    """True if a checkpoint has to be written of this committed boundary."""
+    """True if a checkpoint has to be written of this committed boundary: of each `every`-th epoch, and still useful."""
     return boundary.epoch % every == 0 and is_open(view, boundary)
 
 
 def is_open(view: JobView, boundary: Stamp) -> bool:
-    """True if the boundary may still become the checkpoint: not undone, and later than the current one. 0 never is."""
+    """True if the boundary may still become the checkpoint: not undone by a roll-back, and later than the current one.
+
+    Boundary 0 never is.
+    """
     return (
         view.epoch is not None
         and boundary.attempt >= view.epoch.record.lineage
@@ -81,7 +84,7 @@ class CheckpointCollector:
         self._primary_began_at: dict[int, Stamp] = {}  # the stamp at which the current primary of a task began
 
     def note_file(self, written: WrittenFile) -> None:
-        """Handles a primary's report of a file that it wrote, or could not write."""
+        """Handles a primary's report of a file that it wrote, or could not write (size 0)."""
         stamp, task = written.stamp, written.task
         if self._primary_began_after(stamp, task):
             return  # a late report of an earlier primary
@@ -95,7 +98,8 @@ class CheckpointCollector:
             self._keep_only(select_sparse(self._files, _MAX_COLLECTED))
 
     def note_primary(self, task: int, at: Stamp) -> None:
-        """Notes that a task has a new primary, whose term began at `at` or later: it writes no earlier files."""
+        """Notes that a task has a new primary, whose term began at `at` or later: it writes no files of boundaries
+        before `at`."""
         self._primary_began_at[task] = at
 
     def _primary_began_after(self, stamp: Stamp, task: int) -> bool:
@@ -104,9 +108,10 @@ class CheckpointCollector:
         return at is not None and stamp.epoch < at.epoch and stamp.attempt <= at.attempt
 
     def blocking_task(self, view: JobView, stamp: Stamp) -> int | None:
-        """Returns a task whose file is missing for good, so that no leader can complete the checkpoint.
+        """Returns a task whose file is missing for good, so that no leader can complete the checkpoint of `stamp`.
 
-        Returns None if the boundary may still become a checkpoint. Later checkpoints do not matter here.
+        That is 0 if a roll-back undid the boundary. Returns None if it may still become a checkpoint. Later checkpoints
+        do not matter here.
         """
         if view.epoch is not None and stamp.attempt < view.epoch.record.lineage:
             return 0  # undone
@@ -119,7 +124,7 @@ class CheckpointCollector:
         return next(lacking, None)
 
     def give_up(self, view: JobView) -> dict[Stamp, int | None]:
-        """Gives boundaries up that never become a checkpoint; returns them, each with a task that failed to write.
+        """Gives up boundaries that can never become a checkpoint; returns each with a task that failed to write.
 
         The task is None if no write failed: a task left the boundary out, or its primary changed. A boundary is
         returned again when another file of it arrives. No boundary is given up before a later epoch is read as
@@ -152,7 +157,8 @@ class CheckpointCollector:
         )
 
     def find_complete(self, view: JobView) -> tuple[Stamp, tuple[WrittenFile, ...]] | None:
-        """Returns the newest complete boundary with its files, or None."""
+        """Returns the newest boundary with all needed files, and these files; None if there is none yet. Older
+        boundaries are left out, and incomplete ones if there are too many."""
         self._forget_closed(view)
         self._completed = None
         needed = files_needed(view, self._tasks)
@@ -166,7 +172,7 @@ class CheckpointCollector:
         return None if whole is None else (whole, tuple(self._files[whole][task] for task in sorted(needed)))
 
     def _keep_only(self, kept: Iterable[Stamp]) -> None:
-        """Keeps the files of these boundaries, and drops those of all others: they become no checkpoints."""
+        """Keeps the files of these boundaries; all other boundaries are left out, and never become checkpoints."""
         files = {stamp: self._files[stamp] for stamp in kept}
         self._left_out |= self._files.keys() - files.keys()
         self._left_out.difference_update(sorted(self._left_out)[:-_MAX_LEFT_OUT])
@@ -189,6 +195,6 @@ class CheckpointCollector:
         )
 
     def _forget_closed(self, view: JobView) -> None:
-        """Forgets boundaries that can no longer become the checkpoint."""
+        """Forgets boundaries that can no longer become the checkpoint (`is_open`)."""
         self._files = {stamp: files for stamp, files in self._files.items() if is_open(view, stamp)}
         self._left_out = {stamp for stamp in self._left_out if is_open(view, stamp)}

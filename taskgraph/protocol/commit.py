@@ -55,7 +55,7 @@ DIFFERENT_RESULTS_TEXT = f"a new primary recomputed something differently ({_CAU
 
 @dataclass(frozen=True, slots=True)
 class KeepWaiting:
-    """There is nothing to do until `tasks` report, or become idle."""
+    """There is nothing to do until `tasks` report again; (): the leader's own view is behind. `why`: for users."""
 
     tasks: tuple[int, ...]
     why: str
@@ -63,7 +63,7 @@ class KeepWaiting:
 
 @dataclass(frozen=True, slots=True)
 class SealTasks:
-    """All tasks are idle or done: seal the idle ones at the versions that they reported."""
+    """All tasks are idle or done: seal idle ones. `versions`: (task, the version in its report) of each."""
 
     versions: tuple[tuple[int, int], ...]
 
@@ -75,7 +75,7 @@ class Commit:
     Attributes:
         finished: the last epoch of the commit is the last one of the job.
         epochs: number of epochs, from the one at work on.
-        awaited: a task waits for this commit.
+        awaited: a task cannot go on without this commit (`Report.ahead` is False).
     """
 
     finished: bool
@@ -85,17 +85,17 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The attempt cannot complete: begin another one."""
+    """The epoch cannot complete in this attempt: begin the next attempt. `why`: for users."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """The sums differ, so an edge seems to disagree: ask all tasks for their ledgers.
+    """The sums differ, so an edge seems to disagree: ask all tasks for their ledgers, which tell if one does.
 
     Attributes:
-        replaced: a term changed, which explains the difference: the epoch restarts. Otherwise the job fails.
+        replaced: a term changed, which would explain the difference: then the epoch restarts. Otherwise the job fails.
     """
 
     replaced: bool = False
@@ -112,7 +112,7 @@ Action = KeepWaiting | SealTasks | Commit | Restart | Diverged | Unequal
 
 
 def _is_newer(report: Report, known: Report) -> bool:
-    """True if the report is newer than the known one. Reports are repeated, and may arrive late."""
+    """True if the report is newer than the known one of the same term. Reports are repeated, and may arrive late."""
     return not known.done and (report.done or report.version >= known.version)
 
 
@@ -121,11 +121,11 @@ class _EpochReports:
 
     Attributes:
         reports: task -> its latest report.
-        rows: task -> the numbers in that report, if any.
+        rows: task -> the numbers of `epoch.report` in that report, if any.
         done: number of tasks that are done.
         finishing: number of tasks that want the job to end with this epoch.
-        kept: the numbers of this epoch in a boundary of task 0, if there is one.
-        shared: a report has a digest of shared state.
+        kept: the numbers of this epoch that a boundary of task 0 contains (`Leader.keep_numbers`); None: none does.
+        shared: at least one report has a digest of shared state.
     """
 
     __slots__ = ("done", "finishing", "kept", "reports", "rows", "shared")
@@ -148,9 +148,10 @@ class Leader:
         ahead: the most epochs that a task may be ahead of the one at work.
 
     Attributes:
-        stamp: attempt and epoch at work, as read from etcd.
+        stamp: attempt and epoch at work, as read from etcd; None before `begin`.
         ready: every task reported on the epoch at work. Before that only a restart can be decided.
-        urgent: commit without waiting for later epochs: enough are complete, or a task waits for the commit.
+        enough: the number of complete epochs that are committed without waiting for more.
+        urgent: commit without waiting for more: `enough` are complete, or a task waits for the commit.
     """
 
     def __init__(self, tasks: int, epochs: int | None, *, ahead: int = 0) -> None:
@@ -167,7 +168,7 @@ class Leader:
         self._restart: tuple[int, str] | None = None  # the latest epoch that cannot complete, and why
 
     def gather_by(self, ahead: int) -> None:
-        """Makes commits wait for several complete epochs: half of `ahead`, so tasks can go on while one is written."""
+        """Sets `enough` to half of `ahead`, so tasks that may be `ahead` epochs ahead can go on during a commit."""
         self.enough = max(1, (ahead + 1) // 2)
 
     def begin(self, stamp: Stamp) -> None:
@@ -191,7 +192,7 @@ class Leader:
         return at is not None and stamp.attempt == at.attempt and at.epoch <= stamp.epoch <= at.epoch + self._ahead
 
     def report(self, *reports: Report) -> bool:
-        """Handles the reports of one message. Returns True if one of them is new and valid."""
+        """Takes the reports of one message. Returns True if one of them is new and valid."""
         if self.stamp is None:
             return False
         attempt, first = self.stamp
@@ -246,7 +247,8 @@ class Leader:
         return any(self._lacks_only_task_0(self._reports.get(epoch, _NOTHING)) for epoch in self._awaited_epochs)
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
-        """Notes that a node cannot complete the epoch in this attempt. Returns True if `stamp` counts."""
+        """Notes that a node cannot complete the epoch in this attempt: `decide` returns a `Restart`. Returns False, and
+        notes nothing, unless `takes(stamp)`."""
         if not self.takes(stamp):
             return False
         self._note_restart(stamp.epoch, why)
@@ -259,7 +261,7 @@ class Leader:
             self._restart = (epoch, why)
 
     def note_sealed(self, task: int, term: int, version: int) -> None:
-        """Notes that the task accepted the seal, so that the seal is not sent again."""
+        """Notes that the task accepted the seal of this version: `decide` does not ask for it again."""
         self._sealed[task] = (term, version)
 
     def reports(self, epoch: int | None = None) -> dict[int, Report]:
@@ -285,7 +287,7 @@ class Leader:
         return rows
 
     def keep_numbers(self, epoch: int, own: Mapping[str, float]) -> dict[int, Mapping[str, float]] | None:
-        """Returns `numbers` for a boundary of task 0, and keeps them: no others can commit in this attempt."""
+        """Returns `numbers` for a boundary of task 0, and keeps them: a report with others then restarts the epoch."""
         rows = self.numbers(epoch, own)
         if rows is not None and epoch in self._reports:  # with one task, there may be no report
             self._reports[epoch].kept = rows
@@ -307,8 +309,8 @@ class Leader:
         return tuple([t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t)])
 
     def blocking(self, view: JobView) -> tuple[int, ...]:
-        """Returns the tasks that the epoch at work waits for: those without a report; else those that are not done;
-        else a task with a dead primary and no successor yet."""
+        """Returns the tasks that the epoch at work waits for: those without a report in their current term; else those
+        that are not done; else a task that would be lost after the commit (`find_stranded`)."""
         if missing := self.unreported(view):
             return missing
         if idle := tuple([task for task, report in self.reports().items() if not report.done]):
@@ -317,7 +319,7 @@ class Leader:
         return () if task is None else (task,)
 
     def decide(self, view: JobView, *, settled: bool = False) -> Action:
-        """Decides what to do now.
+        """Decides what to do now; changes nothing.
 
         Args:
             settled: no report arrived for a while. Then no message is on its way, since a sender is idle only after all
@@ -350,7 +352,7 @@ class Leader:
         return Restart(DIFFERENT_RESULTS_TEXT) if self._was_primary_replaced(view) else Diverged()
 
     def _terms(self, view: JobView) -> dict[int, int]:
-        """The current term of every task, 0 before its first primary."""
+        """Returns the current term of every task, 0 before its first primary."""
         terms = dict.fromkeys(range(self._tasks), 0)
         for task, primary in view.primaries.items():
             terms[task] = primary.record.term
@@ -369,7 +371,7 @@ class Leader:
         return total([difference]) == 0
 
     def _unequal_tasks(self, epoch: int, view: JobView) -> tuple[int, int] | None:
-        """Returns two tasks that are done with the epoch, and whose shared state differs after it."""
+        """Returns two tasks whose shared state differs after the epoch, with which all tasks are done; else None."""
         found = self._reports[epoch]
         return unequal_tasks(view, found.reports) if found.shared else None
 
@@ -377,7 +379,7 @@ class Leader:
         return self._agrees(epoch, terms) and self._unequal_tasks(epoch, view) is None
 
     def _commit(self, view: JobView, terms: dict[int, int]) -> Commit:
-        """Commits the epoch at work and the complete epochs after it, up to the last one of the job."""
+        """Returns the commit of the epoch at work and of the epochs after it that can commit, up to the job's last."""
         assert self.stamp is not None
         last = self.stamp.epoch
         while not (finished := self._is_last(last)) and self._can_commit(last + 1, view, terms):

@@ -72,7 +72,7 @@ def find_cycle(waits: Mapping[int, Sequence[Wait]]) -> list[Edge] | None:
 
 
 def _collect_edges(waits: Mapping[int, Sequence[Wait]]) -> _Edges:
-    """Returns the edges that follow from the waits, by the processor that waits."""
+    """Returns (task, processor that waits) -> its edges; no edge leads to a processor that is finished or unknown."""
     edges: _Edges = {}
     provider: dict[tuple[int, str, int], str] = {}  # (producer, tag, consumer) -> processor
     for task, page in sorted(waits.items()):
@@ -153,7 +153,7 @@ def _shortest_cycle(edges: _Edges, component: set[_Node], start: _Node) -> list[
 
 
 def describe_cycle(cycle: Sequence[Edge]) -> str:
-    """Describes a cycle, and how to change the job."""
+    """Describes a cycle, of its edges in order, and how to change the job."""
     parts = [_describe_edge(edge, cycle[i - 1]) for i, edge in enumerate(cycle)]
     if len(parts) > _MAX_EDGES:
         parts[_MAX_EDGES - 2 : -2] = [f"({len(parts) - _MAX_EDGES} more)"]
@@ -177,7 +177,7 @@ def _describe_edge(edge: Edge, before: Edge) -> str:
 
 
 def describe_waiter(processor: str) -> str:
-    """Describes the waiting processor or handler; "" if user code does not wait."""
+    """Describes the waiting processor or handler of a `Wait`; "" if it is "": then the primary waits, not user code."""
     if not processor:
         return ""
     return f"handler {processor[len(HANDLER) :]!r}" if processor.startswith(HANDLER) else repr(processor)
@@ -209,9 +209,10 @@ def _describe_wait(kind: str, processor: str, name: str, task: int) -> str:
 def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> list[str]:
     """Describes waits, equal ones in one line: `task 3 'add' waits for 'gradient' from task 5, 2.3 s`.
 
-    Waits for no other task come first, then those nearest to them: the likely causes are on top.
+    Waits for no other task come first, then the waits for those tasks, and so on: the likely causes are on top.
 
     Args:
+        waits: task -> its waits.
         limit: the most lines; a last line counts the rest.
     """
     steps = _distances(waits)
@@ -251,10 +252,11 @@ def _distances(waits: Mapping[int, Sequence[Wait]]) -> dict[int, int]:
 
 
 def _distance(wait: Wait, task: int, steps: Mapping[int, int]) -> float:
-    """Returns the number of waits between a wait and its likely cause: 0 if it is for no other task; inf: unknown.
+    """Returns the number of waits from a wait of `task` to its likely cause: 0 if the wait is for no other task; inf if
+    no cause is known.
 
     Args:
-        steps: of `_distances`.
+        steps: the result of `_distances`.
     """
     if wait.kind == "order":
         return 1 + steps.get(task, inf)

@@ -61,7 +61,7 @@ class ErrorOutcome(StrEnum):
 
 
 class Slow(NamedTuple):
-    """A piece that takes longer than `straggler` times the median, with its newest holder."""
+    """A piece that its newest holder has had for longer than `straggler` times the median: `seconds`."""
 
     pass_number: int
     piece: int
@@ -70,7 +70,7 @@ class Slow(NamedTuple):
 
 
 class Aside(NamedTuple):
-    """A piece that was set aside, who had it last, and the traceback."""
+    """A piece that was set aside, the holder whose error was one too many, and the end of its traceback."""
 
     pass_number: int
     piece: int
@@ -126,7 +126,7 @@ class QueueLedger:
     # -- events -----------------------------------------------------------------------------------
 
     def deal(self, holder: str, most: int, now: float) -> list[Ticket]:
-        """Deals up to `most` pieces to a holder: open ones, else a single one that takes too long elsewhere."""
+        """Deals up to `most` pieces to a holder: open ones, else a single one that another holder has had too long."""
         dealt: list[Ticket] = []
         while len(dealt) < most:
             current = next((one for one in self._open if one.open), None)
@@ -141,14 +141,17 @@ class QueueLedger:
         return dealt
 
     def claim(self, holder: str, pass_number: int, pieces: Collection[int], now: float) -> list[Ticket]:
-        """Deals pieces to a holder that has their results already, not finished or done ones. Returns those dealt."""
+        """Deals pieces to a holder that has their results already, except finished, done and set-aside ones.
+
+        Returns those dealt; [] if the pass is not open.
+        """
         at = self._pass(pass_number)
         claimed = at.claim(holder, pieces, now) if at else []
         self._open_passes()
         return claimed
 
     def count(self, holder: str, ticket: Ticket, now: float, rows: int = 0) -> bool:
-        """Counts a piece that the holder has done. Returns False if the result is late: drop it."""
+        """Counts a piece that the holder has, or finished, as done. Returns False if the result is late: drop it."""
         at = self._pass(ticket.pass_number)
         taken = at.take(holder, ticket.piece) if at else None
         if at is None or taken is None:
@@ -177,7 +180,7 @@ class QueueLedger:
         return True
 
     def fail(self, holder: str, ticket: Ticket, text: str) -> ErrorOutcome:
-        """Counts an error of user code in a piece. Returns what becomes of the piece.
+        """Counts an error of user code in a piece that was dealt to the holder. Returns what becomes of the piece.
 
         Args:
             ticket: as it was dealt: the same error twice counts once.
@@ -200,7 +203,7 @@ class QueueLedger:
         return ErrorOutcome.SET_ASIDE
 
     def put_aside(self, holder: str, ticket: Ticket, text: str) -> bool:
-        """Sets a piece aside in its pass, as too many errors do. Returns False if the holder does not have it."""
+        """Sets a piece aside, whatever its number of errors. Returns False if the holder does not have it."""
         at = self._pass(ticket.pass_number)
         taken = at.take(holder, ticket.piece) if at else None
         if at is None or taken is None:
@@ -213,13 +216,14 @@ class QueueLedger:
         return True
 
     def give_back(self, holder: str, tickets: Iterable[Ticket]) -> None:
-        """Opens pieces again that the holder has not computed, unless another one has them, too."""
+        """Takes pieces, or their results, from the holder: they are open again, unless another holder has them."""
         for ticket in tickets:
             if (at := self._pass(ticket.pass_number)) is not None:
                 at.give_back(holder, ticket.piece)
 
     def lose(self, holder: str) -> None:
-        """Opens the pieces of a lost holder again, unless another one has them, too."""
+        """Takes all pieces, and all results that it keeps, from a lost holder: they are open again, unless another
+        holder has them."""
         for at in self._open:
             held = [piece for piece, dealing in at.dealt.items() if holder in dealing.holders]
             held += [piece for piece, (_, keeper) in at.finished.items() if keeper == holder]
@@ -235,7 +239,7 @@ class QueueLedger:
 
     @property
     def left(self) -> int:
-        """Pieces that are neither done nor set aside: of the open passes only if passes are endless."""
+        """Pieces that are neither done nor set aside, in all passes; if passes are endless, in the open ones."""
         under_way = sum(one.open + len(one.dealt) + len(one.finished) for one in self._open)
         passes = self._options.passes
         return under_way + (0 if passes is None else (passes - self._next_pass) * self._options.pieces)
@@ -247,7 +251,7 @@ class QueueLedger:
 
     @property
     def options(self) -> Options:
-        """The arguments that it was made with."""
+        """The arguments that this ledger was made with."""
         return self._options
 
     @property
@@ -257,12 +261,12 @@ class QueueLedger:
 
     @property
     def typical_s(self) -> float | None:
-        """The median of the newest durations, from dealing to counting; None before the first one."""
+        """The median of the newest durations, from dealing to the result (`finish` or `count`); None: there is none."""
         return sorted(self._durations)[len(self._durations) // 2] if self._durations else None
 
     @property
     def set_aside(self) -> tuple[Aside, ...]:
-        """The first thousand pieces that were set aside, in order. `counts` says how many there are."""
+        """The first thousand pieces that were set aside, in order. `set_aside_count` says how many there are."""
         return tuple(self._aside)
 
     @property
@@ -304,7 +308,7 @@ class QueueLedger:
 
     @property
     def unfinished(self) -> int:
-        """Pieces of the open passes that are open, or that someone computes."""
+        """Pieces of the open passes that are open or dealt; finished ones are not counted."""
         return sum(one.open + len(one.dealt) for one in self._open)
 
     @property
@@ -318,14 +322,14 @@ class QueueLedger:
         return self._open[0].open if self._open else 0
 
     def next_slow_at(self, now: float) -> float | None:
-        """Returns the time at which the next dealt piece becomes slow (see `slow`); None: none will."""
+        """Returns the time, from `now` on, at which the next dealt piece becomes slow (see `slow`); None: none will."""
         if (limit := self._slow_after_s()) is None:
             return None
         since = (max(dealing.holders.values()) for at in self._open for dealing in at.dealt.values())
         return min((one + limit for one in since if one + limit >= now), default=None)
 
     def slow(self, now: float) -> list[Slow]:
-        """Returns the dealt pieces that take longer than `straggler` times the median, the longest first."""
+        """Returns the dealt pieces whose newest holder takes more than `straggler` times the median, longest first."""
         limit = self._slow_after_s()
         if limit is None:
             return []
@@ -380,7 +384,7 @@ class QueueLedger:
             self._next_pass += 1
 
     def _end_passes(self) -> None:
-        """Ends the passes that are over, the oldest first."""
+        """Ends the passes that are over, in order, and may open the next one."""
         while self._open and _is_over(self._open[0]):
             self._ended.append(self._open.pop(0).counts())
             self._open_passes()
@@ -393,7 +397,7 @@ class QueueLedger:
         return None if typical is None or not self._options.straggler else typical * self._options.straggler
 
     def _slowest(self, holder: str, now: float) -> tuple[Pass, int] | None:
-        """Returns the slow piece that this holder lacks and that was dealt first; None: there is none."""
+        """Returns the slow piece that was dealt first, of those that this holder does not have; None: there is none."""
         limit = self._slow_after_s()
         if limit is None:
             return None

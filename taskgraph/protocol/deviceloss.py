@@ -66,12 +66,12 @@ def hint(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether the job or the process ends after a device error. With neither text, the process ends now.
+    """Whether the job fails or the process ends after a device error. If both texts are "", the process ends now.
 
     Attributes:
-        fail: why the job has to fail; "": it continues.
-        wait: what the process waits for before it ends; "": nothing. Its snapshots are on the host, so backups can get
-            them.
+        fail: why the job has to fail; "": it continues, and the process ends.
+        wait: what the process waits for before it ends; "": nothing. Backups can still get its snapshots, which are on
+            the host.
     """
 
     fail: str = ""
@@ -89,11 +89,11 @@ def decide(
     backups: int,
     needs_device: Callable[[int], bool],
 ) -> Decision:
-    """Decides after an error of a device in the code of `task`.
+    """Decides after a device error in the code of `task` in `epoch` if the job fails, or the process of `me` ends.
 
     Args:
         me: the node with the error.
-        limit: the most nodes that one task may end in one epoch; then the job fails.
+        limit: the job fails if as many nodes ended for this task and epoch before.
         backups: the wanted backups of a task.
     """
     before = sorted(n for n, g in view.gone.items() if g.record.task == task and g.record.epoch == epoch)

@@ -44,11 +44,11 @@ class NodeState(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class RefusingPort:
-    """A port that refuses connections.
+    """The record of a node whose port refuses connections.
 
     Attributes:
-        since: when the port first refused, while this node was not paused.
-        taken: task -> the revision of a takeover that rests on this refusal.
+        since: when the port first refused, counted anew by `restart_times`.
+        taken: task -> the revision of this node's takeover that rests on this refusal.
     """
 
     since: float
@@ -60,12 +60,12 @@ class _Evidence:
     """What is known of one other node.
 
     Attributes:
-        refusing: its port refuses connections.
-        trusted: it proved alive although its port refused.
-        ended_lease: a lease of it that has ended.
-        absent_since: when its key was first absent.
+        refusing: its port refuses connections; None: that is not known.
+        trusted: it proved alive although its port refused: the port does not count until a connection breaks.
+        ended_lease: a lease of it that has ended; None: none.
+        absent_since: when its key was first absent; None: its key is there.
         absent_before: its key was absent before the pause of this node.
-        heard_at: when it answered last, or work went on; None: it is not asked.
+        heard_at: when it answered last, or `expect_answers` was called; None: no answer is expected.
         silent: it has not answered for too long.
     """
 
@@ -85,7 +85,7 @@ class FailureDetector:
         ttl_s: the TTL of the nodes' leases.
 
     Attributes:
-        suspects: the nodes that are not alive.
+        suspects: the nodes in any state but "alive", as of the last `read_view`.
         gone: the nodes that are gone.
         paused: this node is paused, or others still get a moment to come back.
     """
@@ -100,11 +100,11 @@ class FailureDetector:
         self._gone_revision = -1  # of the view's `gone` that was read last
 
     def _evidence_of(self, node: str) -> _Evidence:
-        """Returns the evidence on a node, which is made empty if there was none."""
+        """Returns the evidence on a node; makes an empty one if there is none."""
         return self._known.setdefault(node, _Evidence())
 
     def state(self, node: str) -> NodeState:
-        """Returns the state of a node."""
+        """Returns the state of a node by the evidence so far; ALIVE without any."""
         known = self._known.get(node)
         if node in self.gone:
             return NodeState.GONE
@@ -127,14 +127,14 @@ class FailureDetector:
 
     @property
     def absent(self) -> set[str]:
-        """Nodes whose key is absent, and that are not gone."""
+        """The nodes whose key is absent, also during a pause, and that are not gone."""
         return {n for n, known in self._known.items() if known.absent_since is not None and n not in self.gone}
 
     def read_view(self, view: JobView, named: Set[str], now: float) -> bool:
-        """Reads the view, and decides which nodes are suspected. Returns True if others are gone than before.
+        """Notes which keys are absent; updates `suspects` and `gone`. Returns True if the view's `gone` has changed.
 
         Args:
-            named: the other nodes that have tasks. Nodes that have none, and no key, are forgotten.
+            named: the other nodes that have tasks. When `gone` changes, nodes without tasks and key are forgotten.
         """
         self._view = view
         for node in named:
@@ -156,13 +156,13 @@ class FailureDetector:
         """Returns the nodes whose key has been absent for `limit_s`, sorted: the caller declares them gone.
 
         Args:
-            view: the newest one, which may not have been read yet.
+            view: the newest one, also if `read_view` has not read it yet.
         """
         since = {n: known.absent_since for n, known in self._known.items() if known.absent_since is not None}
         return sorted(n for n, at in since.items() if now - at >= limit_s and n not in view.gone)
 
     def lease_changed(self, node: str, lease: int, ended: bool) -> None:
-        """Notes that a lease has ended, or was extended after all: a new leader of etcd extends every lease."""
+        """Notes that a lease of the node has ended, or lives after all (`ended` is False; see `LeaseEnd`)."""
         self._evidence_of(node).ended_lease = lease if ended else None
 
     # -- ports ------------------------------------------------------------------------------------
@@ -173,12 +173,12 @@ class FailureDetector:
         return None if known is None else known.refusing
 
     def port_counts(self, node: str) -> bool:
-        """True if a refusal of the node's port would be news: none is known, nor did the node prove alive after one."""
+        """True if a refusal by the node's port would be news: none is known, and the node is not `trusted`."""
         known = self._known.get(node)
         return known is None or (known.refusing is None and not known.trusted)
 
     def port_refused(self, node: str, now: float) -> None:
-        """Notes that all endpoints of a node refused a probe's connections. Call it only if its port counts."""
+        """Notes that all endpoints of a node refused a probe's connections. Only to be called if its port counts."""
         self._evidence_of(node).refusing = RefusingPort(now)
 
     def connection_lost(self, node: str) -> None:
@@ -187,9 +187,10 @@ class FailureDetector:
             self._known[node].trusted = False
 
     def proved_alive(self, node: str, *, trusted: bool) -> bool:
-        """Notes that the node answered; with `trusted`, that it is alive although its port refuses.
+        """Notes that the node is alive: its port no longer counts as refusing. Returns True if it did.
 
-        Returns True if it was suspected for its port.
+        Args:
+            trusted: later refusals do not count, either, until a connection to it breaks.
         """
         known = self._evidence_of(node)
         was, known.refusing, known.trusted = known.refusing, None, trusted
@@ -198,10 +199,10 @@ class FailureDetector:
     def refusing(self, view: JobView, now: float) -> tuple[list[str], list[str]]:
         """Returns the registered nodes whose port refuses, in two lists: those to probe again, and living ones.
 
-        A node is alive whose key is there a TTL after the refusal: a lease that was not renewed would have expired.
+        A node is alive if its key is there a TTL after the refusal: a lease that was not renewed would have expired.
 
         Args:
-            view: the newest one, which may not have been read yet.
+            view: the newest one, also if `read_view` has not read it yet.
         """
         probed: list[str] = []
         alive: list[str] = []
@@ -212,9 +213,9 @@ class FailureDetector:
         return probed, alive
 
     def takers_back(self, view: JobView) -> dict[str, int]:
-        """Returns the nodes that refuse and are alive after all: node -> a task that it took back from this node.
+        """Returns the nodes whose port refuses and that live: node -> a task that it took back from this node.
 
-        Otherwise two nodes that refuse each other would take over from each other as fast as etcd answers.
+        The caller then trusts them. Otherwise two such nodes would take over from each other as fast as etcd answers.
         """
         found: dict[str, int] = {}
         for node, known in self._known.items():
@@ -227,7 +228,7 @@ class FailureDetector:
     # -- answers ----------------------------------------------------------------------------------
 
     def expect_answers(self, nodes: Iterable[str], now: float) -> None:
-        """Expects answers of these nodes, and of no others: counts their silence from now on."""
+        """Expects answers of these nodes, and of no others. No node is silent now: silences count from now on."""
         expected = {*nodes}
         for node in expected:
             self._evidence_of(node)
@@ -235,15 +236,16 @@ class FailureDetector:
             known.heard_at, known.silent = (now if node in expected else None), False
 
     def heard(self, node: str, now: float) -> None:
-        """Notes that the node answered."""
+        """Notes that the node answered; the next `find_silent` counts that."""
         known = self._known.get(node)
         if known is not None and known.heard_at is not None:
             known.heard_at = now
 
     def find_silent(self, now: float, least_s: float) -> list[str]:
-        """Decides which nodes are silent, and returns those that were not before.
+        """Decides anew which nodes are silent, and returns those that were not before.
 
-        A node that hears fewer others waits longer: of two sides of a cut, the larger one goes on.
+        A node is silent after a TTL without an answer. A node that hears fewer others waits longer, up to two TTLs: of
+        two sides of a cut, the larger one goes on.
 
         Args:
             least_s: a node that has not answered for this time counts as not heard.
@@ -263,21 +265,21 @@ class FailureDetector:
     # -- pauses of this node ----------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Begins a pause: this node cannot prove its own lease; perhaps no node can."""
+        """Begins a pause: this node cannot prove its own lease. No other node becomes absent before its end."""
         if not self.paused:
             self.paused = True
             for known in self._known.values():
                 known.absent_before = known.absent_since is not None
 
     def restart_times(self, now: float) -> None:
-        """Counts absences and refusals from now on: this node was frozen or cut off, and could not see the others."""
+        """Counts absences and refusals from now on: this node was frozen or cut off, and did not see the others."""
         for known in self._known.values():
             known.absent_since = None if known.absent_since is None else now
             if known.refusing is not None:
                 known.refusing.since = now
 
     def resume(self) -> None:
-        """Ends the pause, once the others have had a moment to come back: absent nodes count again."""
+        """Ends the pause: absent nodes count again. Called once the others have had a moment to come back."""
         self.paused = False
         for known in self._known.values():
             known.absent_before = False

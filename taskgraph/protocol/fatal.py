@@ -18,21 +18,21 @@ __all__ = ["Fatal", "find_fatal"]
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """The nodes that died while code of one task ran in one epoch, with their records, oldest first."""
+    """Code of one task in one epoch, and the nodes that died while it ran, with their records, oldest first."""
 
     task: int
     epoch: int
     deaths: dict[str, GoneRecord]
 
     def counts(self, ran: RunningCode) -> bool:
-        """True if `ran` is code of this task in this epoch, or in a replica that was never primary."""
+        """True if `ran` is code of this task in this epoch, or in a replica of the task that was never primary."""
         return ran.task == self.task and ran.epoch in (self.epoch, -1)
 
 
 def find_fatal(view: JobView, limit: int) -> Fatal | None:
-    """Finds the task and epoch whose code killed the most nodes; None if fewer than `limit`.
+    """Finds the task and epoch during whose code the most nodes died; None if fewer than `limit` did.
 
-    Deaths in committed epochs do not count, nor deaths in a `setup` that succeeded later.
+    Deaths in committed epochs do not count, nor deaths in a `setup` that succeeded later, nor deaths by a command.
     """
     if view.epoch is None:
         return None

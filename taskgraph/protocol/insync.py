@@ -55,10 +55,10 @@ class InSync:
         self._acked: dict[str, set[Key]] = {node: set() for node in self._states}
         self._current: list[Key] = []  # in order
         self.only_members = not self._marked
-        """All nodes are members: none is being admitted or evicted."""
+        """All nodes of the set are members: none is a candidate, marked, or being admitted or evicted."""
 
     def _set_state(self, node: str, state: MemberState | None) -> None:
-        """Sets the state of a node; None: absent."""
+        """Sets the state of a node; None removes the node."""
         if state is None:
             del self._states[node], self._acked[node]
         else:
@@ -73,7 +73,7 @@ class InSync:
         return tuple(self._current)
 
     def add(self, key: Key) -> bool:
-        """Adds a boundary that members must acknowledge. Returns True if the set has nodes beside the primary."""
+        """Adds a boundary that members must acknowledge. Returns True if the set has nodes other than the primary."""
         current = self._current
         if not current or key > current[-1]:
             current.append(key)
@@ -91,7 +91,7 @@ class InSync:
             acked.intersection_update(self._current)
 
     def drop_pending(self, committed_epoch: int) -> None:
-        """Drops the pending boundaries, since the attempt ended."""
+        """Drops the boundaries after `committed_epoch`, which are pending, since the attempt ended."""
         self._current = [key for key in self._current if key[0] <= committed_epoch]
         for acked in self._acked.values():
             acked.intersection_update(self._current)
@@ -105,11 +105,11 @@ class InSync:
     # -- nodes ------------------------------------------------------------------------------------
 
     def state_of(self, node: str) -> MemberState | None:
-        """Returns the state of a node; None: absent."""
+        """Returns the state of a node; None: it is not in the set."""
         return self._states.get(node)
 
     def wishes_fulfilled(self, wished: Iterable[str], living: Collection[str]) -> bool:
-        """True if all wished nodes are members and live. Only then other members may be evicted.
+        """True if all wished nodes are members and live. Only then may members that are not wished be evicted.
 
         Args:
             wished: the nodes that placement wants, also nodes that died since: placement may next want the member that
@@ -118,7 +118,7 @@ class InSync:
         return all(node in living and self._states.get(node) is MemberState.MEMBER for node in wished)
 
     def are_all_members(self, count: int) -> bool:
-        """True if there are `count` other nodes, and all are members."""
+        """True if the set has `count` nodes besides the primary, and all are members."""
         return len(self._states) == count and self.only_members
 
     @property
@@ -133,13 +133,13 @@ class InSync:
         return tuple(sorted(n for n, p in self._states.items() if p in (MemberState.CANDIDATE, MemberState.ADMITTING)))
 
     def invite(self, node: str) -> None:
-        """Makes an absent node a candidate."""
+        """Makes a node that is not in the set a candidate; does nothing if it is in the set."""
         if node not in self._states:
             self._acked[node] = set()
             self._set_state(node, MemberState.CANDIDATE)
 
     def drop_candidate(self, node: str) -> bool:
-        """Drops a candidate. Returns False, and changes nothing, if the node is none: it may be a member."""
+        """Drops a candidate. Returns False, and changes nothing, if the node is no candidate: it may be a member."""
         if self._states.get(node) is MemberState.CANDIDATE:
             self._set_state(node, None)
             return True
@@ -148,7 +148,7 @@ class InSync:
     # -- acknowledgements -------------------------------------------------------------------------
 
     def missing(self, node: str) -> tuple[Key, ...]:
-        """Returns the boundaries that `node` has not acknowledged, in order."""
+        """Returns the current boundaries that `node` has not acknowledged, in order; () if it is not in the set."""
         if node not in self._states:
             return ()
         return tuple(key for key in self._current if key not in self._acked[node])
@@ -193,7 +193,7 @@ class InSync:
         self._set_state(node, MemberState.ADMITTING)
 
     def admitted(self, node: str, written: bool) -> None:
-        """Notes the outcome of the admitting write."""
+        """Notes the known outcome of the admitting write: the node is a member now, or what it was before."""
         if self._states.get(node) is MemberState.ADMITTING:
             self._set_after_write(node, written, MemberState.MEMBER if written else MemberState.CANDIDATE)
 
@@ -204,7 +204,7 @@ class InSync:
         self._set_state(node, MemberState.EVICTING)
 
     def evicted(self, node: str, written: bool) -> None:
-        """Notes the outcome of the evicting write."""
+        """Notes the known outcome of the evicting write: the node has left the set, or is what it was before."""
         if self._states.get(node) is MemberState.EVICTING:
             self._set_after_write(node, written, None if written else MemberState.MEMBER)
 

@@ -24,10 +24,12 @@ _MIN_INTERVAL_S = 0.002
 
 
 class LeaseEnd:
-    """Tracks the lease of another node until it has ended. All times are from the asking node's monotonic clock.
+    """Tells from etcd's answers, which the caller passes, when the lease of another node has ended.
+
+    All times are from the asking node's monotonic clock. A later answer above 0 takes `ended` back.
 
     Args:
-        ttl_s: the TTL of the lease, or less.
+        ttl_s: at most the TTL of the lease: with more, a renewal could be missed.
     """
 
     def __init__(self, ttl_s: float) -> None:
@@ -40,7 +42,8 @@ class LeaseEnd:
         """Handles an answer to a question that was sent at `sent_at`. Returns the seconds until the next question.
 
         Args:
-            left_s: whole seconds, rounded down; None: etcd deleted the lease and its keys, which a watch reports.
+            left_s: whole seconds, rounded down; None: etcd deleted the lease and its keys, which a watch reports, so
+                nothing changes here.
         """
         if left_s is None:
             return _INTERVAL_S

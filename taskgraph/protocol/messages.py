@@ -119,7 +119,7 @@ class Encoded:
         self.size_bytes = size
 
     def complete(self, meta: bytes, buffers: tuple[memoryview, ...]) -> None:
-        """Sets meta and buffers of a value that was created with its digest only. Call it before the value is used."""
+        """Sets meta and buffers of a value that was created with its digest only, before the value is used."""
         self.meta, self.buffers = meta, buffers
         self.size_bytes = len(meta) + sum([buffer.nbytes for buffer in buffers])
 
@@ -174,7 +174,7 @@ class Refusal(_Message, frozen=True, tag=True):
 
 
 class Accepted(_Message, frozen=True, tag=True):
-    """Reply: the call succeeded. `term` is the term of the answering task, or 0."""
+    """Reply: the call succeeded. `term` is the term of the answering task; 0: no task answers."""
 
     term: int = 0
 
@@ -182,7 +182,7 @@ class Accepted(_Message, frozen=True, tag=True):
 class Pull(_Message, frozen=True, tag=True):
     """Consumer to producer: asks for the item `tag`. The reply waits until the item exists.
 
-    With `count` it stands for as many calls (`Transport.calls_now`): for this epoch and the next ones of the attempt.
+    With `count` above 1 it stands for as many pulls: one for each of `count` epochs of the attempt, from `stamp` on.
     """
 
     stamp: Stamp
@@ -193,7 +193,7 @@ class Pull(_Message, frozen=True, tag=True):
     count: int = 1
 
     def each(self, number: int) -> Pull:
-        """Returns one of the `count` calls that this pull stands for: the one for the epoch `number` after its own."""
+        """Returns one of the `count` pulls that this one stands for: the pull for epoch `stamp.epoch + number`."""
         stamp = Stamp(self.stamp.attempt, self.stamp.epoch + number)
         return Pull(stamp, self.sender, self.sender_term, self.task, self.tag)
 
@@ -208,7 +208,7 @@ class Item(_Message, frozen=True, tag=True):
 
 
 class Flag(_Message, frozen=True, tag=True):
-    """Task to task: a value without a reply. Equal flags of one sender in an epoch count once."""
+    """Task to task: a value for `on_flag`; the reply has no value. Equal flags of one sender count once in an epoch."""
 
     stamp: Stamp
     sender: int
@@ -218,7 +218,7 @@ class Flag(_Message, frozen=True, tag=True):
 
 
 class Request(_Message, frozen=True, tag=True):
-    """Task to task: call a handler. Identity: (stamp, sender, task, method, number)."""
+    """Task to task: calls the handler `method` with `value`. Identity: (stamp, sender, task, method, number)."""
 
     stamp: Stamp
     sender: int
@@ -239,11 +239,11 @@ class Answer(_Message, frozen=True, tag=True):
 
 
 class Kept(NamedTuple):
-    """The buffers of a value that its receiver has already, in another value.
+    """Which buffers of a value are not sent, since the receiver has them in another value, the base.
 
     Attributes:
-        base: the digest of that value.
-        places: for each buffer of the whole value, its number in `base`; -1: it is sent.
+        base: the digest of the base.
+        places: for each buffer of the whole value, its index in the base; -1: the buffer is sent.
         digest: that of the whole value.
     """
 
@@ -256,7 +256,7 @@ class Offer(_Message, frozen=True, tag=True):
     """Primary to backup or candidate: asks to store a boundary. Accepted once it is stored.
 
     Attributes:
-        stamp: `epoch` is the number of the boundary, `attempt` the attempt that made it.
+        stamp: `epoch` is the number of the boundary, `attempt` the attempt that computed it.
         committed: the primary read it as committed.
         candidate: the receiver is being admitted, and sets its replica up before it accepts.
         invitation: how often this primary has invited the node. The receiver keeps the boundary until a `Release` with
@@ -298,10 +298,10 @@ class Offers(_Message, frozen=True, tag=True):
 
 
 class Release(_Message, frozen=True, tag=True):
-    """Primary to a former candidate or backup: asks to drop the boundaries of an invitation.
+    """Primary to a former candidate or backup: asks to drop the boundaries of an invitation (`Offer.invitation`).
 
-    `revision` is the revision of the primary's view. The receiver first waits until its view has that revision, since a
-    member key that it has not seen may say that it has the boundaries.
+    The receiver first waits until its view has `revision`, that of the primary's view: a member key that it has not
+    read may say that it has the boundaries.
     """
 
     task: int
@@ -314,15 +314,15 @@ class Report(_Message, frozen=True, tag=True):
     """Primary to leader: the state of a task in an epoch.
 
     Attributes:
-        done: the task is done; otherwise it is idle, and waits for the seal.
-        version: grows with each message that the idle task takes.
+        done: all processors of the task returned; otherwise it is idle, and waits for the seal.
+        version: grows whenever the task stops being idle.
         sent, received: the two sums of its ledger (`sums.encode_sum`).
         finish: a processor called `epoch.finish`.
         numbers: the numbers of `epoch.report` in this epoch; None while the task is not done.
-        previous: the numbers of the epoch before, for a new leader.
-        ahead: the task continues without the commit of this epoch.
+        previous: the numbers of the epoch before, for a new leader; None: there are none.
+        ahead: the task begins the next epoch without the commit of this one.
         shared: the digest of the shared state in the boundary that the epoch made; in epoch 0 after that of boundary 0.
-            Empty while the task is not done, and without shared state.
+            b"" while the task is not done, and without shared state.
     """
 
     stamp: Stamp
@@ -366,7 +366,8 @@ class Reports(_Message, frozen=True, tag=True):
 
 
 class Seal(_Message, frozen=True, tag=True):
-    """Leader to primary: all tasks are idle or done. Asks to run the sync points if the version is still current."""
+    """Leader to primary: all tasks are idle or done. Asks to run the sync points, unless the task has another version
+    (`Report.version`) now."""
 
     stamp: Stamp
     task: int
@@ -374,7 +375,7 @@ class Seal(_Message, frozen=True, tag=True):
 
 
 class RequestRestart(_Message, frozen=True, tag=True):
-    """Any node to leader: the attempt at this stamp cannot complete. Also accepted if the attempt is over."""
+    """Any node to leader: `task` cannot complete the epoch in this attempt. Also accepted if the attempt is over."""
 
     stamp: Stamp
     task: int
@@ -382,7 +383,7 @@ class RequestRestart(_Message, frozen=True, tag=True):
 
 
 class HandOver(_Message, frozen=True, tag=True):
-    """Primary to backup, right after a commit: asks to take the task over. Accepted after the try."""
+    """Primary to backup, right after a commit: asks to take the task over. Accepted once the receiver is primary."""
 
     stamp: Stamp
     task: int
@@ -444,7 +445,7 @@ class Waits(_Message, frozen=True, tag=True):
 
 
 class Wait(_Message, frozen=True):
-    """A wait of an unfinished processor.
+    """A wait of an unfinished processor or handler.
 
     Attributes:
         processor: the waiting processor or handler; "" with "outside".
@@ -452,7 +453,8 @@ class Wait(_Message, frozen=True):
             to method `name`), "turn" (until `name` of the same task returns or waits for a reply), "turn of asking" (as
             "turn", and `name` has sent requests), "running" (it computes), "outside" (the primary waits for `name`, not
             user code).
-        provides: (tag, consumer) pairs that this processor will put.
+        since_s: how long it has waited.
+        provides: (tag, consumer) of each item that this processor has yet to put.
     """
 
     processor: str
@@ -489,9 +491,9 @@ class SharedState(_Message, frozen=True, tag=True):
 
 
 class DescribeShared(_Message, frozen=True, tag=True):
-    """Leader to primary, after unequal digests: asks for a digest of each shared attribute.
+    """Leader to primary, after unequal digests of shared state: asks for a digest of each shared attribute.
 
-    `stamp` is that of the epoch; with `before` the attributes are those before it, otherwise those after it.
+    `before`: as the attributes were before the epoch of `stamp`; otherwise as they are after it.
     """
 
     stamp: Stamp
@@ -507,11 +509,11 @@ class SharedDigests(_Message, frozen=True, tag=True):
 
 
 class WorkerReport(_Message, frozen=True, tag=True):
-    """Worker to worker of an elastic job: what the sender held when it read this view (`elastic.flush.FlushReport`).
+    """Worker to worker of an elastic job: what the sender held when it read this view.
 
     Attributes:
-        number, lineage, workers: the view.
-        held: (first, end) of spans.
+        number, lineage, workers: the view, for a receiver that has not read it.
+        position, whole, held, begun: see `elastic.flush.FlushReport`.
     """
 
     number: int
@@ -528,7 +530,7 @@ class PartSums(_Message, frozen=True, tag=True):
 
     Attributes:
         value: the sums, in the order of `spans`.
-        apart: they are not whole: slices of the receiver, if it owns one, or without arrays.
+        apart: the sums are not whole: `value` has the slice that the receiver owns, or no arrays if it owns none.
     """
 
     view: int
@@ -548,7 +550,8 @@ class SliceSum(_Message, frozen=True, tag=True):
 
 
 class FirstPart(_Message, frozen=True, tag=True):
-    """Newcomer to the most senior worker, before its first sums: the digest of what its first part contributes."""
+    """Newcomer to the most senior worker, before its first sums: the digest of what its first part contributes. The
+    receiver computes that, too, and compares."""
 
     view: int
     position: int
@@ -557,7 +560,7 @@ class FirstPart(_Message, frozen=True, tag=True):
 
 
 class Totals(_Message, frozen=True, tag=True):
-    """Donor to a worker that lacks totals: those from `position` on."""
+    """Donor to a worker that lacks totals: those from position `position` on."""
 
     view: int
     position: int
@@ -565,7 +568,7 @@ class Totals(_Message, frozen=True, tag=True):
 
 
 class GroupKey(_Message, frozen=True, tag=True):
-    """Worker to worker, with another communicator: a key by which the workers of a view find each other."""
+    """Worker to worker, if another communicator adds up: a key and value by which its processes find each other."""
 
     view: int
     key: str
@@ -573,7 +576,7 @@ class GroupKey(_Message, frozen=True, tag=True):
 
 
 class CopyState(_Message, frozen=True, tag=True):
-    """Newcomer to worker: asks for its state between two steps, once the last total before it is stable."""
+    """Newcomer to worker: asks for the worker's state between two steps, once the last total before it is stable."""
 
 
 class StateCopy(_Message, frozen=True, tag=True):
@@ -601,10 +604,10 @@ class StateDigests(_Message, frozen=True, tag=True):
     """Reply to `DescribeState`.
 
     Attributes:
-        step: the checked step before which they were taken; -1: none yet.
+        step: the step before which the digests were taken, at its check; -1: none yet.
         digests: (path, digest) of each leaf of the state.
-        position: at which user code waits, or computes.
-        call: what it asks for there, e.g. "round 2 of step 7".
+        position: the position at which user code waits, or computes; -1: unknown.
+        call: what user code asks for there, e.g. "round 2 of step 7".
     """
 
     step: int
@@ -614,7 +617,7 @@ class StateDigests(_Message, frozen=True, tag=True):
 
 
 class DescribeValue(_Message, frozen=True, tag=True):
-    """First worker to another one, at the end of the job: asks for the digest of its value, once it has that."""
+    """First worker to another one, at the end of the job: asks for the digest of the other's result, once there."""
 
 
 class ValueDigest(_Message, frozen=True, tag=True):
@@ -624,7 +627,7 @@ class ValueDigest(_Message, frozen=True, tag=True):
 
 
 class FollowTotals(_Message, frozen=True, tag=True):
-    """Newcomer to worker: asks it to keep the totals from `position` on, and with `send` for the stable ones."""
+    """Newcomer to worker: asks it to keep the totals from `position` on; with `send`, also to send the stable ones."""
 
     position: int
     send: bool
@@ -635,8 +638,8 @@ class TotalsPage(_Message, frozen=True, tag=True):
 
     Attributes:
         first: the first total that the worker keeps; the newcomer copies the state anew if it is behind that.
-        count: the number of totals in `value`, from the position on that was asked for.
-        stable: how many totals are stable.
+        count: the number of totals in `value`, from the asked-for position on.
+        stable: all totals before this position are stable.
     """
 
     first: int

@@ -67,7 +67,7 @@ class Numbers(Mapping[str, float]):
         return cls(names, names.doubles.pack(*numbers.values()))
 
     def same(self, other: object) -> bool:
-        """True if the other object has the same bits under the same names."""
+        """True if the other object is a `Numbers` with the same bits under the same names, in the same order."""
         return type(other) is Numbers and self.names is other.names and self.packed == other.packed
 
     def plain(self) -> dict[str, float]:
@@ -97,5 +97,5 @@ class Numbers(Mapping[str, float]):
 
 
 def compact(numbers: Mapping[str, float]) -> Mapping[str, float]:
-    """Copies numbers to save memory: packed, or a dict of a few numbers."""
+    """Returns numbers in a form that saves memory: packed, or a new dict of up to `FEW` numbers."""
     return Numbers.of(numbers) if len(numbers) > FEW else dict(numbers)

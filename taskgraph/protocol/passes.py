@@ -32,7 +32,7 @@ class Ticket(NamedTuple):
 
 
 class PassCounts(NamedTuple):
-    """The pieces of one pass, and how many rows those that are done had."""
+    """The numbers of pieces of one pass by state, and of rows of its done pieces. `dealt` includes finished ones."""
 
     pass_number: int
     done: int
@@ -51,7 +51,7 @@ class DealtPiece:
 
 
 class Options(NamedTuple):
-    """The arguments of a work queue's ledger (`protocol.dealing.QueueLedger`)."""
+    """The arguments of a work queue's ledger, explained at `protocol.dealing.QueueLedger`."""
 
     pieces: int
     passes: int | None
@@ -89,7 +89,7 @@ class Pass:
         cursor: all places before it have been dealt.
         again: a heap of the places before the cursor that are open again.
         dealt: the pieces that are dealt and not finished, by number.
-        finished: the pieces that are finished, by number: their places and holders.
+        finished: the pieces whose results a holder keeps, by number: (place, holder).
         aside: places of the pieces that were set aside.
         errors: piece -> errors of user code so far.
     """
@@ -112,7 +112,7 @@ class Pass:
         return len(self.order) - self.cursor + len(self.again)
 
     def ticket(self, piece: int) -> Ticket:
-        """Returns the ticket of a piece: with the number of its errors so far."""
+        """Returns the ticket of a piece, whose attempt is the number of its errors so far."""
         return Ticket(self.number, piece, self.errors.get(piece, 0))
 
     def counts(self) -> PassCounts:
@@ -133,7 +133,10 @@ class Pass:
             yield Ticket(self.number, piece, self.errors.get(piece, 0))
 
     def claim(self, holder: str, pieces: Collection[int], now: float) -> list[Ticket]:
-        """Deals these pieces to a holder, except finished and done ones. Returns those that it now has."""
+        """Deals pieces to a holder, also those that others have, except finished, done and set-aside ones.
+
+        Returns those that it now has.
+        """
         places = {self.place(piece) for piece in pieces if 0 <= piece < len(self.order)}
         if (end := max(places, default=-1) + 1) > self.cursor:  # what lies between is open, and before the cursor now
             self.again += range(self.cursor, end)
@@ -159,7 +162,7 @@ class Pass:
         return self._places[piece]
 
     def give_back(self, holder: str, piece: int) -> None:
-        """Takes a piece, or its result, from its holder. The piece is open again if no other one has it."""
+        """Takes a piece, or its result, from the holder. The piece is open again if no other holder has it."""
         if (kept := self.finished.get(piece)) is not None and kept[1] == holder:
             del self.finished[piece]
             heapq.heappush(self.again, kept[0])
@@ -171,9 +174,10 @@ class Pass:
         heapq.heappush(self.again, dealing.place)
 
     def take(self, holder: str, piece: int) -> tuple[int, float | None] | None:
-        """Takes a piece from all its holders. Returns its place, and since when this one had it (None: finished).
+        """Takes a piece, to be counted or set aside, from all its holders. Returns its place, and since when this one
+        had it (None: it was finished).
 
-        Returns None if the holder does not have the piece.
+        Returns None, and takes nothing, if this holder does not have the piece.
         """
         if (kept := self.finished.get(piece)) is not None:
             if kept[1] != holder:

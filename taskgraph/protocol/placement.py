@@ -49,15 +49,15 @@ def place(
     needs_device: Callable[[int], bool] = lambda task: False,
     keep: frozenset[str] = frozenset(),
 ) -> dict[int, Wish]:
-    """Wishes for each of `tasks` tasks one primary and up to `backups` backups.
+    """Decides on one primary and up to `backups` backups for each of `tasks` tasks.
 
     Args:
         seats: in any order; the result does not depend on it.
         holdings: current replicas; a missing task has none.
         needs_device: the replicas of a task need a seat with devices.
         keep: nodes that are absent, but not known to be gone. They keep their replicas, and get no new ones; their
-            hosts are not known. If a task has too many members, theirs are dropped first. Seats in `keep` count as
-            seats.
+            hosts are not known. If a task has too many members, theirs are dropped first. A seat that is in `keep`,
+            too, counts as a seat.
 
     Returns:
         task -> wish, for all tasks. There are fewer backups if there are not enough eligible nodes.
@@ -83,7 +83,7 @@ class _Plan(Assignment):
     # -- completing -------------------------------------------------------------------------------
 
     def replace_lost_primaries(self) -> None:
-        """Makes a member primary of each task without a primary; an absent member only if there is no other."""
+        """Makes a current replica primary of each task without a primary; one on a node in `keep` only if need be."""
         for task, held in enumerate(self.current):
             if self.primary[task] < 0 and held:
                 successor = min(held, key=lambda i: (i >= self.seats, self.primary_count(i)))  # then by admission
@@ -100,7 +100,8 @@ class _Plan(Assignment):
                     self.set_primary(task, seat)
 
     def trim(self) -> None:
-        """Drops surplus members: absent ones first, then on a host with another replica, then on the fullest seat."""
+        """Drops surplus backups: those on nodes in `keep` first, then on a host with another replica, then on the
+        fullest seat."""
         for task, backups in enumerate(self.backups):
             while len(backups) >= self.size:
                 self.drop_backup(
@@ -147,19 +148,20 @@ class _Plan(Assignment):
                 self.add_backup(task, min(free, key=lambda i: (self.replica_count(i), self.tie_break(task, i))))
 
     def even_replicas(self) -> None:
-        """Moves backups from fuller to emptier seats, if the task keeps as many hosts."""
+        """Moves backups from fuller to emptier seats, unless their task would be on fewer hosts."""
         while self._make_move(self.replica_count, self._move_backup):
             pass
 
     def even_primaries(self) -> int:
-        """Moves primaries to seats without a replica of their task. Returns the steps."""
+        """Moves primaries from fuller seats to emptier ones without a replica of the task. Returns how many moved."""
         steps = 0
         while self._make_move(self.primary_count, self._move_primary):
             steps += 1
         return steps
 
     def _make_move(self, load: Callable[[int], int], move: Callable[[int, int], bool]) -> bool:
-        """Makes one move, from the fullest possible to the emptiest possible seat. Returns False if there is none."""
+        """Makes one `move`, from the seat with the most `load` possible to that with the least. Returns False if none
+        is possible."""
         loads = sorted((load(i), i) for i in range(self.seats))
         for most, fuller in sorted(loads, key=lambda x: (-x[0], x[1])):
             for least, emptier in loads:
@@ -190,7 +192,7 @@ class _Plan(Assignment):
         return self.hosts[to] not in others or self.hosts[backup] in others
 
     def _move_primary(self, fuller: int, emptier: int) -> bool:
-        """Moves a primary to a seat that holds no backup of its task. Returns False if none can be moved."""
+        """Moves a primary between these seats, if the emptier has no backup of the task. Returns False if none can."""
         able = [t for t in self.primaries_at[fuller] if self.is_eligible(t, emptier) and emptier not in self.backups[t]]
         if not able:
             return False
@@ -198,7 +200,8 @@ class _Plan(Assignment):
         return True
 
     def _relocate(self, task: int, to: int) -> None:
-        """Makes `to` primary: a backup by a hand-over, another node in place of a backup."""
+        """Makes `to` primary. If it is a backup, the two change places. Otherwise the old primary becomes a backup, in
+        place of a surplus one."""
         old = self.primary[task]
         if to in self.backups[task]:
             self.hand_over_primary(task, to)
@@ -211,10 +214,10 @@ class _Plan(Assignment):
             self.drop_backup(task, most)
 
     def even_devices(self) -> int:
-        """Evens out the primaries that need a device. Returns the steps.
+        """Evens out the primaries that need a device. Returns how many moved.
 
-        One moves from the seat with the most to the seat with the fewest. If that seat would lead too many tasks, it
-        gives a task that needs no device in return. It has one: it leads as many tasks, and fewer that need a device.
+        Each moves from the seat with the most to the seat with the fewest. If that one has as many primaries already,
+        it gives one that needs no device in return. There is one, since fewer of its primaries need a device.
         """
         load = {i: sum(self.needs[t] for t in self.primaries_at[i]) for i in self.device_seats}
         steps = 0
@@ -233,14 +236,14 @@ class _Plan(Assignment):
         return steps
 
     def _cheapest_task(self, giver: int, to: int, needs: bool) -> int:
-        """Returns the task whose primary can move from `giver` to `to` at the least cost."""
+        """Returns the task, of those that do or do not need a device, whose primary moves to `to` at the least cost."""
         able = (t for t in self.primaries_at[giver] if self.needs[t] is needs)
         return min(able, key=lambda t: (to not in self.current[t], to not in self.backups[t], t))
 
     def hand_over(self, held_only: bool) -> int:
         """Hands primaries over along chains from fuller to emptier seats. Returns the number of chains.
 
-        With `held_only` only to current members.
+        With `held_only`, primaries move to current replicas only, not to planned ones.
         """
         hand_overs = _HandOvers(self, held_only)
         chains = 0
@@ -259,7 +262,10 @@ class _Plan(Assignment):
             chains += 1
 
     def _chain(self, emptier: int, hand_overs: _HandOvers) -> list[int] | None:
-        """Finds the shortest chain to `emptier` from a seat with at least two primaries more."""
+        """Finds the shortest chain of hand-overs to `emptier` from a seat with at least two primaries more.
+
+        Returns its seats, in order.
+        """
         after = {emptier: -1}
         ring = [emptier]
         while ring:
@@ -311,7 +317,7 @@ class _HandOvers:
 
 
 def _even_shares(loads: list[tuple[int, int]], number: int) -> dict[int, int]:
-    """Distributes `number` replicas to seats with (load, seat), so that loads become even. Returns seat -> share."""
+    """Distributes `number` replicas to seats, as (load, seat), so that loads become even. Returns seat -> share."""
     shares = {seat: 0 for _, seat in loads}
     heap = sorted(loads)
     for _ in range(number if heap else 0):

@@ -31,12 +31,12 @@ def tcp_address(endpoint: str) -> tuple[str, str]:
 
 
 def host_of(key: str) -> str:
-    """Returns the part of a HOSTKEY that all users of the host share."""
+    """Returns the part of a HOSTKEY that is the same for all users of the host."""
     return key.partition(".")[0]
 
 
 def share_host(one: NodeRecord, other: NodeRecord) -> bool:
-    """True if both nodes use unix sockets of one user on one host."""
+    """True if the nodes reach each other by unix sockets: they are of one user on one host."""
     return not set(_unix_keys(one)).isdisjoint(_unix_keys(other))
 
 
@@ -44,8 +44,8 @@ def describe_unreached(ours: NodeRecord, other: NodeRecord, error: str, *, conne
     """Describes a registered node on another host that did not answer, and what to do.
 
     Args:
-        error: the error of the connection.
-        connected: its port accepts connections from here.
+        error: the error of the call to it.
+        connected: its port accepts connections from here, so only the answer is missing.
     """
     where = " and ".join(endpoint for endpoint in other.endpoints if not endpoint.startswith("unix:"))
     what = f"{ours.name} on {ours.host} cannot reach {other.name} on {other.host} at {where} ({error}). "
@@ -91,7 +91,7 @@ def refusal_reason(ours: NodeRecord, other: NodeRecord) -> str:
 
 
 def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
-    """True if the other node cannot dial `node`. False if it is not known."""
+    """True if `other` certainly cannot connect to `node`. False if that is not known."""
     keys, theirs = _unix_keys(node), _unix_keys(other)
     if not keys or not theirs or share_host(node, other):
         return False
@@ -105,7 +105,7 @@ def _on_same_host(one: NodeRecord, other: NodeRecord) -> bool:
 
 
 def _address_of(node: NodeRecord) -> str:
-    """Describes where a node listens that other hosts cannot reach: its loopback addresses, or a unix socket."""
+    """Describes where a node listens that other hosts cannot reach: at its loopback addresses, or a unix socket."""
     return " and ".join(_loopback_addresses(node)) or "a unix socket alone"
 
 

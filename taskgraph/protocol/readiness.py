@@ -20,7 +20,7 @@ def is_registered(view: JobView, node: str) -> bool:
 
 
 def are_tasks_in_sync(view: JobView, node: str, wishes: Mapping[int, Wish]) -> bool:
-    """True if each wanted replica of this node is in sync, and so are all other wanted replicas of its tasks.
+    """True if all wanted replicas are in sync of each task that has, or should have, a replica on this node.
 
     Args:
         wishes: the placement of this view. It wants as many backups as the living nodes can have.

@@ -59,7 +59,7 @@ _decoder = cache(msgspec.json.Decoder)
 
 
 def _escaped(value: object) -> object:
-    """Replaces half surrogate pairs in all texts of a value by their escapes."""
+    """Returns a copy of a value with escapes in place of half surrogate pairs in all texts."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -73,7 +73,7 @@ class EpochRecord(Record, frozen=True, kw_only=True):
     Attributes:
         lineage: the attempt that began with the last roll-back, or with a resumed run; else 0. Boundaries of earlier
             attempts were undone, except `base`.
-        base: the boundary at which this lineage began: of the checkpoint, or 0.
+        base: the boundary at which this lineage began: that of the checkpoint, or 0.
     """
 
     epoch: int
@@ -87,8 +87,9 @@ class WorkersRecord(Record, frozen=True, kw_only=True):
 
     Attributes:
         workers: (node, number of the view by which it entered) of each worker, the most senior one first.
-        returns: the number of lineages, this one included, that began one after the other after at most `returned_to`
-            sums, since the processes of all workers had ended by themselves.
+        returns: the lineages in a row, this one included, that began after at most `returned_to` totals, since workers'
+            processes had died.
+        returned_to: the number of totals after which the first of these lineages began.
     """
 
     number: int
@@ -145,8 +146,8 @@ class NodeRecord(Record, frozen=True, kw_only=True):
         name: the node's name for people. The id of the node is the name and a uuid.
         run: the run id of the spec. Nodes of other runs do not count.
         host: the name of the node's host or container.
-        machine: equal for all containers of a host; "" if host names are enough. Placement puts replicas of a task on
-            different machines if it can.
+        machine: equal for all containers of a host; "": `host` is used. Placement puts replicas of a task on different
+            machines if it can.
         endpoints: see `transport.api.Peer`.
         control: where the control service listens.
         devices: number of CUDA devices.
@@ -216,12 +217,12 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Describes `running_code`, each code once."""
+        """Texts that describe `running_code`, equal ones once."""
         return tuple(dict.fromkeys(map(str, self.running_code)))
 
     @property
     def died(self) -> bool:
-        """True if the launcher saw the process die. False: the node left, or was absent for too long."""
+        """True if the launcher saw the process die. False: the node left, ended itself, or was absent for too long."""
         return self.reason.startswith(("killed", "exited"))
 
     @property
@@ -260,10 +261,10 @@ class PrimaryRecord(Record, frozen=True, kw_only=True):
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):
-    """The value of `tasks/{t}/members/{node}`: the node is in sync.
+    """The value of `tasks/{t}/members/{node}`: the node is, or was, in sync.
 
     Attributes:
-        until: None: a member. Otherwise the node was evicted: boundary `until` is the last one that it has.
+        until: None: a member. Otherwise the node was evicted: it certainly has boundary `until`, and no later one.
         attempt: the attempt at the eviction. After a roll-back, the number `until` means another boundary.
     """
 

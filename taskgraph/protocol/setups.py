@@ -18,10 +18,10 @@ NODE_DEPENDENT_CODE: Final = frozenset({"task builder", "setup", "restore"})
 
 
 def can_job_continue(view: JobView, me: str, task: int, *, suspects: Set[str], min_in_sync: int) -> bool:
-    """True if the job continues without node `me`, which cannot set up its replica of `task`.
+    """True if the job can continue without node `me`, which cannot set up its replica of `task`.
 
-    An epoch is committed, `me` is no primary, and every task with `me` as a member or candidate has a living primary
-    and enough members on nodes that stay.
+    That is so if an epoch is committed, `me` is no primary, and `task` and every task that has `me` in sync have a
+    living primary and, on other nodes that stay, `min_in_sync` replicas in sync (at least 1).
     """
     if not view.running or view.stamp is None or view.stamp.epoch == 0:
         return False

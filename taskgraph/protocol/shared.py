@@ -22,9 +22,9 @@ __all__ = ["holds_state", "keeper_of", "unequal_tasks"]
 
 
 def keeper_of(view: JobView, task: int) -> int | None:
-    """Returns the keeper of a task's group: the task itself if it has no shared state.
+    """Returns the keeper of a task's group; the task itself if it has no shared state.
 
-    Returns None while this task or a lower one has had no primary: then the keeper is not known. Once known it stays.
+    Returns None while it is not known: this task, or a lower one, has had no primary. Once known it stays.
     """
     own = view.primaries.get(task)
     if own is None:
@@ -41,9 +41,9 @@ def keeper_of(view: JobView, task: int) -> int | None:
 
 
 def holds_state(view: JobView, task: int) -> bool:
-    """True if a boundary of a task has state that is lost with its replicas, except in epoch 0.
+    """True if a boundary of a task, other than boundary 0, has state that is lost if all its replicas are.
 
-    False without a primary, and for a task whose state is all shared and kept by another task.
+    False if the task has no primary yet, or has only shared state that another task keeps.
     """
     primary = view.primaries.get(task)
     if primary is None:
@@ -52,7 +52,7 @@ def holds_state(view: JobView, task: int) -> bool:
 
 
 def unequal_tasks(view: JobView, reports: Mapping[int, Report]) -> tuple[int, int] | None:
-    """Returns two tasks of one group whose done reports have different digests; None if all are equal."""
+    """Returns two tasks of one group whose done reports have different digests of shared state; None: all are equal."""
     first: dict[tuple[str, ...], int] = {}
     for task in sorted(reports):
         primary = view.primaries.get(task)

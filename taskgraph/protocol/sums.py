@@ -52,7 +52,7 @@ _MASK = (1 << 128) - 1  # the width of the hash
 _Key = tuple[str, int, int, str]
 """Identity of an entry: kind, sender, receiver, name."""
 Counts = Callable[[_Key, bool, bool], bool]
-"""(identity, was sent, was received) -> whether `explain` reports the disagreement."""
+"""(identity, was sent, was received) -> whether `explain` reports the edge, whose ends disagree."""
 _encoded_identities: Final[dict[_Key, bytes]] = {}
 """Caches, by identity of an item, the bytes that are hashed before its digest."""
 _CACHED_HEADERS: Final = 4096
@@ -62,10 +62,10 @@ class Conflict(TaskGraphError):
     """One identity has two contents, so the attempt cannot commit.
 
     Attributes:
-        sent: this task sent the entry; else it received it.
+        sent: the task of the ledger sent the entry; else it received it.
         kind, sender, receiver, name: the identity.
-        known: the digest that was counted before.
-        other: the new digest.
+        known: the digest that the ledger counted.
+        other: the new digest, which it did not count.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Conflict(TaskGraphError):
 
 
 def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) -> int:
-    """Returns the number that both ends of an edge add: xxh3-128 of its fields.
+    """Returns the number that both ends of an edge add to their sums: xxh3-128 of the entry's fields.
 
     The fields are encoded with their lengths, so different entries have different encodings.
     """
@@ -108,7 +108,7 @@ def _encode_identity(key: _Key) -> bytes:
 
 
 def total(sums: Iterable[int]) -> int:
-    """Returns the sum of sums, mod 2**128."""
+    """Returns the sum of all `sums`, mod 2**128."""
     return sum(sums) & _MASK
 
 
@@ -174,7 +174,7 @@ class MessageLedger:
 
 
 def _check_same_digest(sent: bool, key: _Key, known: bytes, digest: bytes) -> bool:
-    """Returns False. Raises Conflict if the digest is not the one that was counted."""
+    """Returns False: the entry was counted before. Raises Conflict if it was counted with another digest."""
     if known != digest:
         raise Conflict(sent, *key, known, digest)
     return False
@@ -188,7 +188,7 @@ def explain(
     Args:
         pages: task -> the entries of its ledger. Edges of missing tasks are skipped.
         limit: the most lines; a last line counts the rest.
-        counts: returns False for disagreements to leave out.
+        counts: (identity, was sent, was received) -> False for edges to leave out.
 
     Returns:
         One line per edge, in the order of sender, receiver and name.

@@ -35,7 +35,7 @@ class Move(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Succession:
-    """A node's move for a task. `rank` is its place among the members that may take over, 0 for the first."""
+    """A node's move for a task. `rank`: its place among the members that may take over, 0 for the first."""
 
     move: Move
     rank: int = 0
@@ -56,11 +56,11 @@ def succession(
     """Decides whether node `me` takes the task over now, rolls the job back, reports the task lost, or does nothing.
 
     Args:
-        suspects: nodes that are gone, or whose port refuses connections, lease ended or key is absent.
+        suspects: nodes that may be lost (`FailureDetector.suspects`).
         gone: nodes that ended for good. The state of a task is lost only if all its members are gone.
         wished: placement wants this node to be the primary.
-        stateful: a lost boundary cannot be computed again, except in epoch 0.
-        unseated: no node may be the primary, and this node reports the lost task for all.
+        stateful: a lost boundary cannot be computed again, except boundary 0.
+        unseated: no node is eligible as primary, and this node reports the lost task for all.
         dropped: this node has stopped working as the primary. No other node suspects it, so it takes over from itself,
             with a new term, since it may have lost state of the old term.
     """
@@ -87,7 +87,8 @@ def succession(
 
 
 def find_stranded(view: JobView) -> int | None:
-    """Finds a stateful task with a dead primary that a node can take over now, but none after the next commit.
+    """Finds a stateful task with a gone primary that a node can take over now, but none after the next commit; None:
+    there is none.
 
     Its only possible successors were evicted "until" the committed boundary, by a write that arrived late. The caller
     must not commit before the takeover, or the state is lost.
@@ -106,7 +107,7 @@ def remaining_nodes(view: JobView, run: str, node: str) -> list[str]:
 
 
 def sole_copies(view: JobView, tasks: int, node: str) -> list[int]:
-    """Returns the tasks whose primary is `node`, and whose state no other living node has."""
+    """Returns the tasks whose primary is `node`, and that no other node has in sync, except gone ones."""
     return [
         t
         for t in range(tasks)

@@ -71,7 +71,7 @@ def _current_epoch(view: JobView) -> Versioned[EpochRecord]:
 
 
 def register(view: JobView, node: str, record: NodeRecord) -> Txn:
-    """Puts the key of a node. The run must be the one of the view, and the node must not be declared gone."""
+    """Puts the key of a node that has none, if the run is still that of the view and the node is not declared gone."""
     return Txn(
         compares=(
             Compare(view.keys.node(node), 0),
@@ -85,8 +85,8 @@ def register(view: JobView, node: str, record: NodeRecord) -> Txn:
 def resume_node(view: JobView, node: str, record: NodeRecord) -> Txn:
     """Puts the key of a node again after a pause, if no primary changed since `view`.
 
-    It compares the node's own key, too: an earlier try with a lost answer may still be executed. After a later try it
-    would change the revision that all writes of the node compare.
+    It compares the node's own key, too: etcd may still execute an earlier try whose answer was lost. After a later try,
+    that would change the revision that all writes of the node compare.
     """
     return Txn(
         compares=(
@@ -100,7 +100,7 @@ def resume_node(view: JobView, node: str, record: NodeRecord) -> Txn:
 
 
 def update_node(view: JobView, node: str, record: NodeRecord, node_revision: int) -> Txn:
-    """Changes the key of a node, e.g. when it drains."""
+    """Changes the record of a registered node, e.g. when it drains."""
     return Txn(
         compares=(Compare(view.keys.node(node), node_revision),),
         success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
@@ -109,7 +109,7 @@ def update_node(view: JobView, node: str, record: NodeRecord, node_revision: int
 
 @dataclass(frozen=True, slots=True)
 class TakeoverResult:
-    """The keys that a takeover read at the revision of its writes. The new primary starts from them.
+    """What a takeover read at `revision`, that of its writes. The new primary starts from that, not from its view.
 
     Attributes:
         members: node -> mod revision and record of its member key.
@@ -133,7 +133,7 @@ def take_over(
         failure: the old primary failed; False for a hand-over. The record counts failures, for users.
 
     Raises:
-        LookupError: the node is not a member in the view.
+        LookupError: the node is not a member in the view, or was evicted before the committed boundary.
     """
     keys = view.keys
     own = view.members_of(task).get(node)
@@ -211,12 +211,12 @@ def roll_back(
     writer: str,
     shared: tuple[str, ...] = (),
 ) -> Txn:
-    """Rolls the job back to a checkpoint, with the next attempt, since a stateful task lost all its members.
+    """Rolls the job back to checkpoint `to`, with the next attempt, since a stateful task lost all its members.
 
-    A finished job runs again, since the results are lost, too, unless they were collected.
+    `node` becomes the task's primary. A finished job runs again, since its uncollected results are lost, too.
 
     Raises:
-        LookupError: there is no earlier checkpoint, or the job has ended.
+        LookupError: `to` is not earlier than the committed boundary, or the job failed or was cancelled.
     """
     if view.epoch is None or view.checkpoint is None or view.status is None:
         raise LookupError("there is no checkpoint")
@@ -243,7 +243,7 @@ def _take_over_without_members(
     writer: str,
     also: tuple[Op, ...],
 ) -> Txn:
-    """Makes a node the primary of a task without living members. `also`: further writes."""
+    """Makes a node the primary of a task without living members. `declared`: stateful, shared; `also`: more writes."""
     keys, (stateful, shared) = view.keys, declared
     if view.epoch is None or view.status is None:
         raise LookupError("the job was not submitted")
@@ -300,7 +300,8 @@ def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
 
 
 def _compare_members_gone(view: JobView, task: int, node: str | None) -> Iterable[Compare]:
-    """Yields comparisons of all member keys, and of the absence of nodes with the committed boundary."""
+    """Yields comparisons of all member keys, and of the absence of the node keys of members with the committed
+    boundary, other than `node`."""
     holders = view.in_sync(task)
     for member, versioned in sorted(view.members_of(task).items()):
         yield Compare(view.keys.member(task, member), versioned.mod_revision)
@@ -330,7 +331,7 @@ def decode_takeover(result: TxnResult, view: JobView, task: int) -> TakeoverResu
 
 
 def reread_take_over(view: JobView, task: int) -> Txn:
-    """Builds a read of the keys of a takeover whose outcome is unknown."""
+    """Builds a read of the keys of a takeover whose outcome is unknown, for `decode_takeover`; writes nothing."""
     return Txn(success=_takeover_reads(view, task))
 
 
@@ -351,10 +352,10 @@ def admit(
     candidate: str,
     writer: str,
 ) -> Txn:
-    """Puts a candidate into the in-sync set. Its node must be registered.
+    """Makes a candidate a member of the task: puts it into the in-sync set. `node` is the task's primary.
 
     Raises:
-        LookupError: the node is not registered in the view. To compare with revision 0 would require its absence.
+        LookupError: the candidate is not registered in the view. A comparison with revision 0 would require that.
     """
     keys = view.keys
     if candidate not in view.nodes:
@@ -381,7 +382,7 @@ def evict(
     member: str,
     writer: str,
 ) -> Txn:
-    """Writes "until e" into the key of a member: it has the committed boundary e, and no later one."""
+    """Evicts a member: writes "until e" into its key, as it has the committed boundary e, and no later one."""
     keys, epoch = view.keys, _current_epoch(view)
     record = MemberRecord(until=epoch.record.epoch, attempt=epoch.record.attempt, writer=writer)
     return Txn(
@@ -446,7 +447,7 @@ def restart(view: JobView, *, primary_revision: int, writer: str) -> Txn:
 
 
 def advance_checkpoint(view: JobView, record: CheckpointRecord, *, primary_revision: int) -> Txn:
-    """Points to a complete checkpoint.
+    """Makes a complete checkpoint the job's checkpoint.
 
     It compares `checkpoint`, which a roll-back puts: so the boundary was not undone since `view`.
 
@@ -474,7 +475,7 @@ def fail(view: JobView, status: StatusRecord, fences: Iterable[Compare] = ()) ->
 
 
 def give_results_up(view: JobView, why: str, *, by: str, writer: str) -> Txn:
-    """Gives up the results of a finished job that were not collected, before its nodes leave.
+    """Gives up the uncollected results of a finished job: puts `collected`, with `why`, before its nodes leave.
 
     Otherwise the other nodes would take the state of the first leaving node for lost, and fail the job or roll it back.
     """
@@ -491,7 +492,7 @@ def give_results_up(view: JobView, why: str, *, by: str, writer: str) -> Txn:
 
 
 def declare_gone(view: JobView, node: str, record: GoneRecord) -> Txn:
-    """Declares a node gone, in the run of the view."""
+    """Declares a node gone, unless it is gone already, or another run began since `view`."""
     return Txn(
         compares=(Compare(view.keys.gone(node), 0), Compare(view.keys.spec, view.spec_revision)),
         success=(Put(view.keys.gone(node), record.to_bytes()),),

@@ -39,7 +39,7 @@ R = TypeVar("R", bound=Record)
 
 
 class StaleListing(Exception):
-    """The store has lost data: a listing is older than this view. The text says what."""
+    """etcd has lost data: a listing of its keys is older than the view. The text says what was lost."""
 
 
 @frozen
@@ -55,8 +55,8 @@ class JobView:
     """A node's picture of one job: its keys in etcd at `revision`.
 
     Args:
-        one_run: the view shows the first run only. When the job is submitted again, it changes `revision` and
-            `superseded` only. So decisions of a node are never written to another run: they compare old revisions.
+        one_run: the view shows the first run only. Once the job is submitted again, only `revision`, `superseded` and
+            `structure_revision` change. So a node's decisions never change another run: they compare old revisions.
     """
 
     def __init__(self, job: str, *, one_run: bool = False) -> None:
@@ -89,7 +89,7 @@ class JobView:
     # -- folding ----------------------------------------------------------------------------------
 
     def reset(self, revision: int, items: Iterable[KeyValue]) -> None:
-        """Starts again from a listing of all keys of the job at `revision`. After an error the view is unchanged.
+        """Replaces the view by a listing of all keys of the job at `revision`. After an error the view is unchanged.
 
         Raises:
             StaleListing: the listing is older than this view.
@@ -127,8 +127,8 @@ class JobView:
     def _describe_loss(self, listed: JobView) -> str:
         """Describes what a listing has lost compared with this view; "" if nothing.
 
-        It compares numbers that only grow, but not revisions: those of an inconsistent etcd member may be behind, and
-        the job survives that.
+        It compares stamps and terms, which only grow, but not revisions: those of an inconsistent etcd member may be
+        behind, and the job survives that.
         """
         job, keys = f"job {self.keys.job!r}", listed.keys
         if not (self.spec_revision and listed.spec_revision):
@@ -145,7 +145,7 @@ class JobView:
         return ""
 
     def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:
-        """Applies the events of complete revisions up to `revision`, in order.
+        """Applies all events up to `revision`, in order, except those that the view has already.
 
         Raises:
             DecodeError: a key cannot be read, or a key was deleted without which nodes would wait for ever.
@@ -177,7 +177,7 @@ class JobView:
             self._check_present(kv.key for kv in deleted if kv.mod_revision > self.spec_revision)
 
     def _check_present(self, needed: Iterable[str]) -> None:
-        """Raises DecodeError if one of these keys is missing and the job needs it."""
+        """Raises DecodeError if one of these keys is missing, the job needs it, and it has work left."""
         if not self.has_work:  # the whole job may have been deleted
             return
         always = {self.keys.spec: self.spec, self.keys.epoch: self.epoch}
@@ -282,16 +282,16 @@ class JobView:
 
     @property
     def finished(self) -> bool:
-        """True if the last epoch is committed. Lost results are computed again."""
+        """True if the last epoch is committed. A roll-back, if results are lost, makes the job run again."""
         return self.status is not None and self.status.record.state == JobStatus.FINISHED
 
     @property
     def has_work(self) -> bool:
-        """True if nodes have work: the job runs, or its results are not collected."""
+        """True if nodes have work: the job runs, or it finished and its results are not collected."""
         return self.running or (self.finished and not self.collected)
 
     def deaths_from(self, epoch: int) -> list[str]:
-        """Returns gone nodes whose code ran in this epoch or later, or before the first one (epoch -1)."""
+        """Returns the gone nodes during whose end user code ran in this epoch or later, or in no epoch (-1)."""
         return [node for _, node in self._deaths[bisect.bisect_left(self._deaths, (epoch, "")) :]]
 
     def term(self, task: int) -> int:
@@ -309,7 +309,8 @@ class JobView:
         return self.primary_node(0) if self.workers is None else self.result_holders().get(0)
 
     def result_holders(self) -> dict[int, str]:
-        """task -> the node that gives its result: its primary; the most senior living worker of an elastic job."""
+        """Returns task -> the node that gives its result: its primary. In an elastic job: 0 -> the most senior living
+        worker."""
         if self.workers is not None:
             there = [node for node, _ in self.workers.record.workers if node in self.nodes and node not in self.gone]
             return dict(enumerate(there[:1]))
@@ -323,7 +324,7 @@ class JobView:
         """True if a primary was replaced since the epoch at work began. First primaries do not count.
 
         Args:
-            in_attempt: since the attempt began: tasks may have worked ahead. True also if that is not known.
+            in_attempt: since the attempt began, as tasks may have worked ahead; also True if that is not known.
         """
         began = self.attempt_revision if in_attempt else self.epoch.mod_revision if self.epoch else 0
         return any(p.mod_revision > began and p.record.term > 1 for p in self.primaries.values())
@@ -332,7 +333,7 @@ class JobView:
         return self.members.get(task, {})
 
     def in_sync(self, task: int) -> list[str]:
-        """Returns the members that have the committed boundary, in the order of admission."""
+        """Returns the members with the committed boundary, also evicted ones that have it, in order of admission."""
         held = [(m.create_revision, node) for node, m in self.members_of(task).items() if self.holds(m.record)]
         return [node for _, node in sorted(held)]
 
@@ -360,16 +361,15 @@ class JobView:
 
 
 def holds(member: MemberRecord, at: EpochRecord) -> bool:
-    """True if a member with this record has boundary `at`.
+    """True if a member with this record has the committed boundary of `at`.
 
-    A member that was evicted "until e" has boundary e of that lineage. After a roll-back the same number is another
-    boundary.
+    A member that was evicted "until e" has boundary e of that lineage. After a roll-back, number e is another boundary.
     """
     return member.until is None or (member.until >= at.epoch and member.attempt >= at.lineage)
 
 
 def _last_running_epoch(record: GoneRecord) -> float:
-    """Returns the last epoch in which code ran that this record names; infinity if code ran in no epoch (-1)."""
+    """Returns the last epoch in which code ran that this record names; infinity if some code ran in no epoch (-1)."""
     epochs = [ran.epoch for ran in record.running_code]
     return math.inf if min(epochs) < 0 else max(epochs)
 

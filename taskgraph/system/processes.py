@@ -121,7 +121,7 @@ def _end_members(group: int, among: int | None = None) -> None:
     Trackers of shared memory and semaphores are left: they end after the others, and clean up.
 
     Args:
-        among: only children of this process.
+        among: kills only the children of the process with this id; None: all members.
     """
     seen = {os.getpid()}
     for _ in range(_ROUNDS):

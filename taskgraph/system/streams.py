@@ -40,7 +40,7 @@ def prepare_streams() -> None:
 
 
 def never_wait() -> None:
-    """Makes writing to standard error, after `prepare_streams`, never wait for its reader.
+    """Makes writing to standard error, after `prepare_streams`, wait for a slow reader `_SLOW_S` at most, then drop.
 
     A halted terminal or a pipe that is not read would block the event loop: no signal and no timeout ended the job.
     """

@@ -42,7 +42,7 @@ Attributes `answer_now` (a `ServeNow`) and `answer_all_now` (a `ServeAll`) may a
 
 
 class PendingCount:
-    """A count of replies that are pending."""
+    """A count of pending replies (`PendingReply.counter`)."""
 
     __slots__ = ("count",)
 
@@ -59,7 +59,7 @@ class PendingReply:
     Attributes:
         reply: the reply, or None.
         done: the reply was settled or cancelled.
-        counter: counts this reply until it is done.
+        counter: counts this reply until it is done: who sets it adds 1, and the end of the reply takes that off.
         listener: called with (number, reply) by `settle`; `number` was given to `listen`. May be set directly while
             there is no reply.
     """
@@ -85,7 +85,7 @@ class PendingReply:
             self.listener(self.number, reply)
 
     def cancel(self) -> None:
-        """Drops the listener. A later reply is ignored."""
+        """Drops the listener, so that a later reply is ignored. The handler is not stopped."""
         if not self.done:
             self.listener = None
             self.done = True

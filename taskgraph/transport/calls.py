@@ -41,7 +41,7 @@ def describe(call: Call) -> str:
 
 
 class OpenCall(CallFuture):
-    """The future of a call, as the transport that sent it sees it."""
+    """The future of a call, for the transport that sent the call, and that settles or fails it."""
 
     __slots__ = ("message",)
     message: Call  # also of one call of a pull for several epochs
@@ -190,7 +190,7 @@ class OwnedTasks:
             log.error("%s failed", task.get_name(), exc_info=error)
 
     async def close(self) -> None:
-        """Cancels all tasks except the calling one, and waits for them."""
+        """Cancels all tasks except the calling one, and waits until they have ended."""
         mine = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not mine]:
             for task in tasks:

@@ -71,7 +71,7 @@ class DeviceTicket(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes | memoryview) -> DeviceTicket:
-        """Reads a ticket. Raises DecodeError."""
+        """Parses a ticket. Raises DecodeError if a number is out of bounds."""
         ticket = cls(*_TICKET.unpack(data))
         if not 0 < ticket.number < _SPOILED or not 0 < ticket.memory < _SPOILED:
             raise DecodeError(f"ticket {ticket.number} for memory {ticket.memory}")
@@ -104,7 +104,8 @@ class DeviceLending:
         return self._enabled and buffer.segment is not None and len(self._lent) < _MAX_LENT
 
     def lend(self, call: int, value: EncodedOnDevice) -> Encoded | None:
-        """Replaces all device buffers by tickets. Returns None if one of them cannot be lent."""
+        """Returns a copy of the value with tickets for its device buffers, for the reply to `call`. None: one cannot be
+        lent."""
         buffers: list[Any] = list(value.buffers)
         if not all(self.can_lend(buffer) for buffer in buffers if isinstance(buffer, DeviceBuffer)):
             return None
@@ -131,7 +132,7 @@ class DeviceLending:
         return ticket
 
     def take_back(self, call: int) -> None:
-        """Takes back the tickets of a reply that the peer will not read."""
+        """Takes back the tickets of the reply to a call, which the peer will not read."""
         for number in [number for number, (_, of) in self._lent.items() if of == call]:
             del self._lent[number]
 
@@ -169,8 +170,8 @@ class OpenMemory:
     """Device memory of the peer that this process has opened.
 
     Attributes:
-        segment: lends the memory to a third process.
-        readers: the number of tickets that were not returned.
+        segment: by it the memory can be lent to a third process.
+        readers: the number of tickets for it that are not returned yet.
         most: bytes of this device that may be open without a reader.
     """
 

@@ -72,7 +72,7 @@ def tcp_endpoint(host: str, port: int) -> str:
 
 
 def can_dial(endpoint: str) -> bool:
-    """True if this process can dial the endpoint."""
+    """True if the endpoint is of a kind that this process can dial: TCP, or a unix socket of this host and user."""
     return unix_socket(endpoint)[0] == host_key() or endpoint.startswith("tcp:")
 
 
@@ -161,7 +161,8 @@ def _listen_at(host: str, port: int) -> socket.socket | None:
 
 
 def peer_pid(sock: socket.socket | None) -> int:
-    """Returns the id of the process at the other end of a unix socket; 0: of another user, or not visible here."""
+    """Returns the id of the process at the other end of a unix socket; 0: not a unix socket, of another user, or not
+    visible here."""
     if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return 0
     pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))

@@ -132,7 +132,7 @@ class Head(NamedTuple):
     meta: int = 0
 
     def pack(self, rest: bytes = b"") -> bytes:
-        """Returns the sealed head, followed by the sizes and the header."""
+        """Returns the head, with digests, followed by `rest`: the sizes of the buffers and the header."""
         return seal(HEAD.pack(MAGIC, PROTOCOL_VERSION, *self) + rest, len(rest))
 
 
@@ -191,5 +191,5 @@ def check_rest(head: memoryview, rest: memoryview) -> None:
 
 
 def pack_frame(head: Head, sizes: Sequence[int] = (), header: bytes = b"") -> bytes:
-    """Returns a frame without its body."""
+    """Returns a frame without its body, with digests."""
     return head.pack(struct.pack(f"!{len(sizes)}Q", *sizes) + header)

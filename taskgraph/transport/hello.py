@@ -42,7 +42,7 @@ def token_mark(token: bytes) -> str:
 
 
 class HelloRefused(Exception):
-    """The hello failed. `tell`: send the reason to the peer (False: the peer refused)."""
+    """The hello failed. `tell`: the reason has to be sent to the peer (False: the peer refused)."""
 
     def __init__(self, why: str, *, tell: bool) -> None:
         super().__init__(why)

@@ -47,7 +47,7 @@ class Incoming:
 
     Attributes:
         head: the head of its first frame.
-        message: the message; its value has a digest only until `complete`.
+        message: the message; before `complete` its value has only a digest.
         missing: bytes of the payload that have not arrived.
     """
 
@@ -96,7 +96,7 @@ class Incoming:
             self._offset = 0
 
     def room(self) -> memoryview:
-        """Returns the memory for the next bytes. Not empty while bytes are missing."""
+        """Returns the memory to receive the next bytes into. Not empty while bytes are missing."""
         return self._targets[self._at][self._offset :]
 
     def advance(self, count: int) -> None:
@@ -108,7 +108,7 @@ class Incoming:
         self._skip_full()
 
     def take(self, data: memoryview) -> None:
-        """Copies `data`, at most as many bytes as are missing."""
+        """Copies received bytes to their place. `data` has at most as many as are missing."""
         while data.nbytes:
             room = self.room()
             count = min(room.nbytes, data.nbytes)

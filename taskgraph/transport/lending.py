@@ -100,7 +100,7 @@ class Lending:
         return _pack_reference(lease, region.dev, region.ino, region.size, offset, region.fd)
 
     def take_back(self, call: int) -> None:
-        """Ends the leases of a message that was not sent. Rare, so a search will do."""
+        """Ends the leases of the message of a call, which was not sent. Rare, so a search will do."""
         for lease in [lease for lease, (_, of) in self._lent.items() if of == call]:
             del self._lent[lease]
 
@@ -116,7 +116,7 @@ class Lending:
                 _spoil(entry[0])
 
     def spoil_all(self) -> None:
-        """Spoils all open leases, since the session ended."""
+        """Spoils the memory of all open leases, and lends no more, since the session ended."""
         self._begins_at = None
         for block, _ in self._lent.values():
             _spoil(block)
@@ -143,7 +143,7 @@ class Borrowing:
 
     Args:
         send: sends returned leases; called on the event loop.
-        on_batch: called when some leases can be returned; the next message to the lender should call `flush`.
+        on_batch: called when `_BATCH` leases can be returned; the next message to the lender should call `flush`.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class Mappings:
     """The mappings of a process. Used on the event loop; blocks may become garbage in any thread.
 
     Args:
-        limit: the most mappings, used and idle. Each takes up to two descriptors.
+        limit: the most mappings, used and idle. Each takes one or two descriptors.
         clock: seconds.
     """
 

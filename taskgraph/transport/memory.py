@@ -49,7 +49,7 @@ class MemoryNetwork:
         self._break_session(one, other, f"the link between {one} and {other} is cut")
 
     def heal(self, one: str, other: str) -> None:
-        """Mends a link that `cut` cut."""
+        """Mends a link that `cut` has cut. A new session begins with the next call."""
         self._cut.discard(frozenset((one, other)))
 
     # For transports.

@@ -38,7 +38,10 @@ class RefusalLog:
         self.count = 0
 
     def add(self, where: str, why: str) -> None:
-        """Counts a refused connection, and logs its reason. A stranger may have chosen `where` and `why`."""
+        """Counts a refused connection, and logs it, unless its reason was logged within `_EVERY_S`, or `_LINES` were.
+
+        A stranger may have chosen `where` and `why`.
+        """
         self.count += 1
         now = self._now()
         if now - self._began >= _EVERY_S:

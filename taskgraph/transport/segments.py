@@ -109,7 +109,7 @@ class _Arena:
         return self.region.address + begin, end - begin
 
     def empty(self, offset: int, size: int) -> None:
-        """Gives the pages of a closed segment back to the kernel. May be called in any thread."""
+        """Gives a part of the arena, of which no segment is left, back to the kernel. May be called in any thread."""
         self._closed.append((offset, size))
         self._release_pages(offset, size)
 
@@ -230,7 +230,10 @@ class Pool:
         return len(self._idle) + len(self._used)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Returns writable memory, not cleared, or None if `nbytes` is small or there is no memory."""
+        """Returns writable memory, not cleared; None: `nbytes` is small, there is no memory, or the pool is closed.
+
+        May be called in any thread. The memory returns to the pool when the block is garbage.
+        """
         if nbytes < LEAST_BYTES:
             return None
         with self._lock:
@@ -304,7 +307,8 @@ class Pool:
             arena.empty(arena.cut, arena.size - arena.cut)
 
     def _collect(self) -> None:
-        """Makes segments idle whose blocks are garbage; closes those of retired arenas, and the oldest if too many."""
+        """Makes segments whose blocks are garbage idle, to be used again. Closes those of retired arenas, and the
+        oldest if there are too many bytes."""
         now, retired = self._clock(), False
         while self._garbage:
             use = self._garbage.popleft()
@@ -344,7 +348,7 @@ class Pool:
                 self._end_arena()
 
     def close(self) -> None:
-        """Gives out no more memory, and no other process can open it. Views stay valid."""
+        """Gives out no more memory. From now on no other process can open what is used. Views stay valid."""
         with self._lock:
             self._closed = True
             self._collect()

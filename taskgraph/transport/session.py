@@ -116,7 +116,8 @@ class Session(asyncio.BufferedProtocol):
     Attributes:
         open: the hello succeeded, and the session has not ended.
         peer: the node at the other end; known once open.
-        probe: the dialler wants the hello only; known once open.
+        probe: the dialler wants only the hello; known once open.
+        where: the endpoint or address of the other end, for messages.
         clean: either side said goodbye.
         why: the reason of the end; "" before it.
         cut_off: the connection broke, and neither side gave a reason.
@@ -449,7 +450,8 @@ class Session(asyncio.BufferedProtocol):
     # The end.
 
     def end(self, why: str, *, flush: bool = False) -> None:
-        """Ends the session and drops the outbox. With `flush` the buffer of the socket is still sent."""
+        """Ends the session, its calls and its outbox; does nothing if it has ended. With `flush` the buffer of the
+        socket is still sent."""
         if self.why:
             return
         self.why = why

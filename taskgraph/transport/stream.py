@@ -78,7 +78,7 @@ _LIKELY_CAUSES = (
 
 
 class _DialStep(Enum):
-    """The step of dialling that timed out, and likely causes."""
+    """A step of dialling. Its value is the text of the error if it times out, with likely causes."""
 
     CONNECTION = "no connection within {}"
     HANDSHAKE = f"connected, but the TLS handshake did not end within {{}}: {_LIKELY_CAUSES}"
@@ -91,7 +91,7 @@ class _DialProgress:
 
     Attributes:
         endpoint: the endpoint that is tried.
-        awaited: the current step.
+        awaited: the step that has not ended yet.
         connected: a connection to any endpoint was made.
     """
 

@@ -77,7 +77,7 @@ class Stream(Generic[Response]):
     Attributes:
         endpoint: the member at the other end.
         token: the token with which the stream was opened, if etcd has users.
-        left: the stream was cancelled because calls to its endpoint fail; its reader opens another stream.
+        left: the stream was cancelled since calls left its endpoint (`Connection.leave`); its reader opens another.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Connection:
         self._calls = {key: call for key, call in self._calls.items() if key[0] != endpoint}
 
     async def _close_former(self) -> None:
-        """Closes the channels of before a renewal that no call uses any more."""
+        """Closes the channels that a renewal replaced and that no call uses now."""
         now = asyncio.get_running_loop().time()
         for channel in [channel for channel, until in self._former_channels.items() if until <= now]:
             del self._former_channels[channel]

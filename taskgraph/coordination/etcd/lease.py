@@ -76,7 +76,7 @@ class RenewalSchedule:
         self._endpoints = endpoints
 
     def due(self, now: float) -> bool:
-        """Returns True if a renewal is due now. If so, the next renewal is due an interval later."""
+        """Returns True if a renewal is due now; the caller then makes it, and the next is due an interval later."""
         if now < self.next_at:
             return False
         self.next_at = now + self._interval_s

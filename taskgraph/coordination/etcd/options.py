@@ -197,7 +197,7 @@ class EtcdOptions:
         )
 
     def files(self, endpoint: Endpoint) -> tuple[object, ...]:
-        """Returns a value that changes when a TLS file is renewed, or the file with the endpoint's address."""
+        """Returns a value that changes when a TLS file, or the file with the endpoint's address, is replaced."""
         found: list[object] = []
         for path in (self.ca, self.cert, self.key, endpoint.file):
             with contextlib.suppress(OSError):  # it is being replaced at this moment

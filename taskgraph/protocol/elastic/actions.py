@@ -31,12 +31,13 @@ __all__ = [
 
 @frozen
 class Contribution:
-    """A message: the sums of these spans of a position, which the sender is the source of.
+    """A message: the sender is the source of the sums of these spans of a position.
 
     Attributes:
+        view: its number.
         tag: a digest of all totals so far and of what user code asks for.
         large: the sums are large enough to be added up in slices.
-        apart: the message has no whole sums: the workers of the view add up together.
+        apart: the message has no whole sums: the workers of the view add up together (`SumTogether`).
     """
 
     view: int
@@ -49,9 +50,9 @@ class Contribution:
 
 @frozen
 class SendReport:
-    """Send the report to all other workers of the view, with the view: a worker that has not read it reads it so.
+    """Send the report to all other workers of the view, with the view, for workers that have not read it.
 
-    Hold the sums that the report names, also those that were received, and drop all others of the position at work.
+    Keep the sums that the report names, also received ones, and drop all others of the position at work.
     """
 
     view: View
@@ -63,7 +64,7 @@ class Contribute:
     """Send the contribution to all other workers of the view, with the sums.
 
     Attributes:
-        owners: if the sums are added up in slices, the workers that own one each: send each of them its slice.
+        owners: if the sums are added up in slices, the workers that own a slice each: send each of them its slice.
     """
 
     contribution: Contribution
@@ -72,7 +73,7 @@ class Contribute:
 
 @frozen
 class Merge:
-    """Replace the sums of both halves by their sum."""
+    """Replace the held sums of both halves of `span` by their sum."""
 
     span: Span
 
@@ -98,7 +99,7 @@ class SumTogether:
 
     Attributes:
         spans: of all workers; together they have all parts.
-        owners: the workers that own a slice each; none with another communicator.
+        owners: the workers that own a slice each; (): another communicator adds up.
     """
 
     view: int
@@ -119,7 +120,7 @@ class GiveTotals:
 
 @frozen
 class Stable:
-    """All workers of the view hold the totals below `position`; said again once `all_whole` is true."""
+    """All workers of the view hold the totals below `position`; repeated once `Worker.all_whole` is true."""
 
     position: int
 
@@ -137,8 +138,8 @@ class Differ:
     """The tags of the workers differ at this position: their totals do, their state, or what their user code asks for.
 
     Attributes:
-        outvoted: the workers to exclude: all but the largest group of equal tags; of several, the one with the most
-            senior worker stays.
+        outvoted: the workers to exclude: all but the largest group with equal tags; of several such groups, the one
+            with the most senior worker stays.
     """
 
     position: int
@@ -147,12 +148,12 @@ class Differ:
 
 @frozen
 class Outside:
-    """This worker is in no view: compute nothing more, and keep the state whose last total was stable."""
+    """The view excludes this worker: compute nothing more, and go back to the state whose last total was stable."""
 
 
 @frozen
 class NoneWhole:
-    """No whole worker is left in this view: only a return to a checkpoint can go on."""
+    """No whole worker is left in this view: the job can only return to a checkpoint."""
 
     view: int
 

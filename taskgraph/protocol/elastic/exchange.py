@@ -29,11 +29,11 @@ _FEWEST_OWNERS = 3
 
 
 class DueParts(NamedTuple):
-    """Which parts of the position at work the contributions of each worker have to cover.
+    """Which parts of the position at work each worker has to contribute: those it computes, and those it holds.
 
     Attributes:
         view: the number of the view.
-        due: worker -> parts; empty until the parts are dealt.
+        due: worker -> parts; {} until the parts are dealt.
     """
 
     view: int
@@ -41,11 +41,11 @@ class DueParts(NamedTuple):
 
     @classmethod
     def of(cls, view: View, parts: int, outcome: FlushOutcome | None = None) -> DueParts:
-        """Returns the parts that each worker of a view has to contribute to a position.
+        """Deals the parts of a position to the workers of a view.
 
         Args:
             parts: their number.
-            outcome: of the view's flush, if the flush ended at this position.
+            outcome: of the view's flush, if the flush ended at this position: then what workers hold stays theirs.
         """
         dealt = deal_all(view, parts) if outcome is None else outcome.deal(parts)
         due = {worker: set(dealt.get(worker, ())) for worker in view.workers}
@@ -55,7 +55,7 @@ class DueParts(NamedTuple):
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """The workers that own a slice each, if sums are large; none if there are too few."""
+        """The workers that own a slice each, if sums are large; () if fewer than `_FEWEST_OWNERS` have parts."""
         owners = tuple(worker for worker, parts in self.due.items() if parts)
         return owners if len(owners) >= _FEWEST_OWNERS else ()
 
@@ -69,8 +69,8 @@ class Exchange:
     Attributes:
         received: worker -> the spans that it contributed in this view.
         tags: worker -> the tag of its contributions.
-        outvoted: workers whose tags differ; what they contribute is dropped.
-        large: the sums are large enough for slices; also known in later views.
+        outvoted: workers whose tags differ, as in `Differ`; what they contribute is dropped.
+        large: the sums are large enough for slices; stays so in later views.
         apart: contributions of this view have no whole sums.
         summing: the workers of this view add up together; `summed`: they have.
     """
@@ -84,14 +84,14 @@ class Exchange:
         self.large = self.apart = self.summing = self.summed = False
 
     def end_view(self) -> set[Span]:
-        """Ends the exchange in this view. Returns the spans whose sums this worker has received."""
+        """Forgets the contributions of this view. Returns the spans whose whole sums this worker has received."""
         whole = set[Span]() if self.apart else set[Span]().union(*self.received.values())
         self.received, self.tags, self.outvoted = {}, {}, ()
         self.apart = self.summing = self.summed = False
         return whole
 
     def receive(self, worker: str, contribution: Contribution) -> None:
-        """Takes a contribution to this position."""
+        """Takes a contribution to this position, also the worker's own; drops one of an outvoted worker."""
         if worker in self.outvoted:
             return
         self.tags[worker] = contribution.tag
@@ -107,11 +107,12 @@ class Exchange:
     def decide(
         self, view: View, position: int, dealt: DueParts, tag: bytes, *, together: bool
     ) -> Complete | SumTogether | Differ | None:
-        """Decides if the total can be made, all workers have to add up together, or tags differ; None: wait for more.
+        """Decides if the total can be made, all workers have to add up together, or tags differ; None: not yet.
 
         Tags are compared as soon as there is one of each worker: workers that differ may wait for different parts.
 
         Args:
+            dealt: what is due in this view.
             tag: of this worker.
             together: another communicator makes the totals.
         """

@@ -31,7 +31,7 @@ class FlushReport:
         position: the number of totals that it holds.
         whole: see the module.
         held: spans of the parts of `position` of which it holds the sum.
-        begun: parts of `position` that it computes.
+        begun: parts of `position` that it is computing.
     """
 
     position: int
@@ -61,7 +61,7 @@ class FlushOutcome:
     dealt_to: tuple[str, ...]
 
     def deal(self, parts: int) -> dict[str, tuple[int, ...]]:
-        """worker -> the parts of M that it computes, if M has this number of parts."""
+        """Returns worker -> the parts of M, not in `sources`, that it computes, if M has this number of parts."""
         there = {part for span in self.sources for part in span.parts} | self.begun.keys()
         dealt = _dealt([part for part in range(parts) if part not in there], self.dealt_to)
         for part, worker in self.begun.items():
@@ -72,7 +72,7 @@ class FlushOutcome:
 
 
 def deal_all(view: View, parts: int) -> dict[str, tuple[int, ...]]:
-    """worker -> the parts that it computes of a position that begins in this view."""
+    """Returns worker -> the parts that it computes of a position that begins in this view."""
     return _dealt(range(parts), view.workers)
 
 
@@ -83,7 +83,10 @@ def _dealt(parts: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[int,
 
 
 def settle(view: View, reports: Mapping[str, FlushReport]) -> FlushOutcome | None:
-    """Decides, from all reports of a view, where it goes on, and who sends or computes what; None: none is whole."""
+    """Decides, from the reports of all workers of a view, where the view goes on, and who sends or computes what.
+
+    Returns None if no worker is whole.
+    """
     if not any(reports[w].whole for w in view.workers):
         return None
     position = max(reports[w].position for w in view.workers if reports[w].whole)
@@ -107,7 +110,7 @@ def settle(view: View, reports: Mapping[str, FlushReport]) -> FlushOutcome | Non
 
 
 def _sources(held: Iterable[tuple[Span, str]]) -> dict[Span, str]:
-    """Returns span -> the worker to send its sum: the largest spans held, each with its most senior holder.
+    """Returns span -> the worker to send its sum: the largest spans in `held`, each with its most senior holder.
 
     `held` is in order of seniority. Any two spans of the tree are disjoint, or one contains the other.
     """

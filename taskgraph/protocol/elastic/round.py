@@ -36,10 +36,10 @@ class PositionAtWork:
         parts: the number of parts; 0 until user code has reached the position.
         tag: see `Contribution`.
         own: spans of which this worker holds the sum, other than those received in this view.
-        begun: parts that user code has begun to compute, or finished, or will as soon as it is there.
-        ahead: the number of parts with which some were given out before user code was there; 0: none were.
-        dealt: in this view.
-        foreseen: what will be dealt, if parts were given out before user code was there.
+        begun: parts that user code has begun to compute, or finished, or that were given out ahead.
+        ahead: the number of parts that was assumed when parts were given out ahead; 0: none were.
+        dealt: what is due of each worker in this view.
+        foreseen: what will be due, if parts were given out ahead.
         waiting: parts dealt to this worker that user code has not begun, in order.
         targets: spans that this worker contributes.
         exchange: the contributions of all workers of this view.
@@ -64,20 +64,20 @@ class PositionAtWork:
 
     @property
     def due(self) -> Mapping[str, frozenset[int]]:
-        """worker -> the parts that it contributes in this view; empty until they are dealt."""
+        """worker -> the parts that it contributes in this view; {} until they are dealt."""
         return self.dealt.due
 
     # -- a change of the view ---------------------------------------------------------------------
 
     def end_view(self) -> tuple[tuple[Span, ...], tuple[int, ...]]:
-        """Ends the exchange of a view. Returns the spans held, and the parts begun that are not among them."""
+        """Ends the exchange of a view. Returns the spans held, also received ones, and the other parts begun."""
         self.own.update(self.exchange.end_view())
         self.dealt = self.foreseen = NOTHING_DUE
         self.waiting, self.targets = [], ()
         return tuple(sorted(self.own)), tuple(sorted(self.begun - self._held()))
 
     def keep(self, outcome: FlushOutcome) -> tuple[Span, ...]:
-        """Keeps the spans that the flush made this worker the source of, and drops the others, which it returns."""
+        """Keeps the spans that the flush left to this worker; drops the others, and returns them."""
         kept = {
             span
             for span in self.own
@@ -108,7 +108,7 @@ class PositionAtWork:
         return self.ahead, mine
 
     def begin(self, parts: int, tag: bytes) -> None:
-        """Notes that user code is at the position. Parts given out ahead are void if their number differs."""
+        """Notes that user code is at the position. Parts given out ahead are void if another number was assumed."""
         if self.ahead != parts:
             self.begun.clear()
         self.parts, self.tag = parts, tag
@@ -130,7 +130,7 @@ class PositionAtWork:
         return merged
 
     def take_parts(self, most: int | None) -> list[int]:
-        """Returns parts for user code, at most this number."""
+        """Returns waiting parts for user code, which begins them: at most this number, None: all."""
         taken = self.waiting[:most]
         del self.waiting[:most]
         self.begun.update(taken)
@@ -139,7 +139,7 @@ class PositionAtWork:
     def finish(self, spans: Iterable[Span]) -> tuple[list[Merge | Drop], tuple[Span, ...]]:
         """Notes that user code has finished the parts of these spans.
 
-        Returns which sums to add up or drop, and the targets that have some of these parts.
+        Returns which sums to merge or drop, and the targets, complete or not, that have some of these parts.
         """
         changes: list[Merge | Drop] = []
         finished: set[int] = set()
@@ -157,7 +157,7 @@ class PositionAtWork:
         return changes, tuple(target for target in self.targets if not finished.isdisjoint(target.parts))
 
     def _add_span(self, span: Span) -> list[Merge]:
-        """Adds a span to those held. Returns the additions that it makes possible, up the tree to a target."""
+        """Adds a span to `own`, and merges there what is possible now, up the tree to a target. Returns the merges."""
         self.own.add(span)
         merged: list[Merge] = []
         while span not in self.targets:

@@ -39,7 +39,7 @@ class Stability:
         self._known = {w: max(report.position, self._known.get(w, 0)) for w, report in reports.items()}
 
     def note_working(self, worker: str) -> bool:
-        """Notes that a worker works in the view: it has the reports of all. Returns True if that was not known."""
+        """Notes that a worker is in phase "working" of the view: it has all reports. Returns True if that is news."""
         was_known = worker in self._working
         self._working.add(worker)
         return not was_known

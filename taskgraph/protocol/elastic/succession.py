@@ -29,11 +29,11 @@ Workers = frozenset[str]
 
 
 def first_view(job: JobView, me: str, *, run: str, fewest: int) -> View | None:
-    """Returns the first view, if this node is the one to propose it.
+    """Returns the first view, if this node has to propose it: it was registered first; else None.
 
     Args:
         run: the run whose nodes count.
-        fewest: the number of nodes that it needs.
+        fewest: the least number of nodes with which the job begins.
     """
     live = {node: v for node, v in job.nodes.items() if v.record.run == run and node not in job.gone}
     order = sorted(live, key=lambda node: (live[node].create_revision, node))
@@ -45,13 +45,13 @@ def first_view(job: JobView, me: str, *, run: str, fewest: int) -> View | None:
 def next_view(
     job: JobView, me: str, core: Worker, *, gone: Workers, suspects: Workers, outvoted: Workers, again: int = -1
 ) -> View | None:
-    """Returns the view that this worker proposes after that of the job; None: none.
+    """Returns the view that this worker proposes after that of the job, without some workers; None: it proposes none.
 
     Args:
         gone: nodes whose keys are gone.
         suspects: nodes that may be lost.
-        outvoted: workers that differ from most others.
-        again: the number of a view whose workers are to try again, in another one; -1: none.
+        outvoted: see `Differ`.
+        again: the number of a view whose workers, unless lost, are to try again in the next one; -1: none.
     """
     if job.workers is None:
         return None
@@ -70,19 +70,19 @@ def next_view(
 
 
 def leavers(job: JobView, lost: Workers) -> Workers:
-    """Returns the nodes that drain; none of them if the view would have no worker left, without the lost ones."""
+    """Returns all nodes that drain; none if, without them and the `lost` ones, the view would have no worker left."""
     draining, inside = _draining(job), _inside(job)
     return draining if inside - draining - lost else frozenset()
 
 
 def all_drain(job: JobView) -> bool:
-    """Returns True if all nodes drain, the workers of the view among them: none can take their state over."""
+    """Returns True if all registered nodes drain, and all workers are registered: no node can take their state over."""
     inside = _inside(job)
     return bool(inside) and inside <= job.nodes.keys() == _draining(job)
 
 
 def all_may_leave(job: JobView) -> bool:
-    """Returns True if all nodes drain, and a checkpoint was completed since: those that come later begin with it."""
+    """Returns True if all nodes drain, and a checkpoint was completed since, with which later nodes can begin."""
     if job.checkpoint is None or not all_drain(job):
         return False
     return all(job.nodes[worker].mod_revision < job.checkpoint.mod_revision for worker in _inside(job))
@@ -100,7 +100,7 @@ def _inside(job: JobView) -> Workers:
 def must_go_on_alone(
     job: JobView, me: str, core: Worker, *, gone: Workers, excluded_by: int, none_whole_in: int
 ) -> bool:
-    """Returns True if no worker is left that holds all totals, and this one is to begin a lineage.
+    """Returns True if no worker is left that holds all totals, and this one has to begin a lineage, alone.
 
     Args:
         gone: nodes whose keys are gone.
@@ -116,9 +116,9 @@ def must_go_on_alone(
 
 
 def count_returns(job: JobView, sums: int) -> tuple[int, int]:
-    """Returns `returns` and `returned_to` (`WorkersRecord`) of the lineage that begins now, after this number of sums.
+    """Returns `returns` and `returned_to` (`WorkersRecord`) of the lineage that begins now, after `sums` totals.
 
-    Unless a worker's process ended without a command, they stay as they are in the view before.
+    They stay as they are in the view before, unless the process of one of its workers died without a command.
     """
     if job.workers is None:
         return 0, 0

@@ -29,7 +29,7 @@ def propose(job: JobView, view: View, *, node: str, node_revision: int, writer: 
 
 
 def _put(job: JobView, record: WorkersRecord, node: str, node_revision: int) -> Txn:
-    """Puts a view, fenced by the view before, the writer's own key and the run."""
+    """Puts a view's record, fenced by the view before, the key of `node`, which writes, and the run."""
     return Txn(
         compares=(
             Compare(job.keys.workers, job.workers.mod_revision if job.workers else 0),
@@ -45,8 +45,8 @@ def return_alone(
 ) -> Txn:
     """Puts the first view of a lineage, since no worker of the view of `job` holds all totals.
 
-    It compares the absence of the keys of those that are gone, so none of them can have come back, and the checkpoint,
-    so the new lineage begins from the newest one.
+    It compares the absence of the keys of the `gone` nodes, so none of them came back, and the checkpoint, so the new
+    lineage begins from the newest one.
 
     Args:
         proposer: its node id, and the revision of its key.
@@ -91,7 +91,7 @@ def finish(job: JobView, *, sums: int, node: str, node_revision: int, writer: st
 
 
 def point_to_checkpoint(job: JobView, record: CheckpointRecord, *, node: str, node_revision: int) -> Txn:
-    """Points to a checkpoint of the lineage of `job`'s view.
+    """Makes a checkpoint, of the lineage of `job`'s view, the job's checkpoint.
 
     Raises:
         LookupError: the job does not run, or the checkpoint is not later than the current one.

@@ -32,7 +32,7 @@ class View:
 
     Attributes:
         number: grows by one with each view of a job.
-        lineage: the number of the view that began from a checkpoint, or 0: totals of earlier lineages may be undone.
+        lineage: the number of the lineage's first view: 0, or of the last return to a checkpoint.
     """
 
     number: int
@@ -61,5 +61,5 @@ class View:
         return View(self.number + 1, self.lineage, kept)
 
     def joined_by(self, worker: str) -> View:
-        """Returns the next view if this worker enters. It is the most junior one."""
+        """Returns the next view if this worker enters, as the most junior one."""
         return View(self.number + 1, self.lineage, (*self.entries, Entry(worker, self.number + 1)))

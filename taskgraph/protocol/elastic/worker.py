@@ -59,12 +59,12 @@ class Worker:
     Args:
         me: its node id.
         position: the number of totals that its state rests on.
-        whole: it is of the first view of its lineage.
+        whole: it holds all totals: it is in the first view of its lineage.
         together: another communicator makes the totals.
 
     Attributes:
-        view: the newest view that it has read; None: none.
-        phase: see the module.
+        view: the newest view that it has read; None: it has read none.
+        phase: its state, as in the module.
         position: the number of totals that it holds.
         whole: see `flush`.
     """
@@ -86,7 +86,7 @@ class Worker:
         self._actions: list[Action] = []
 
     def take_actions(self) -> list[Action]:
-        """Returns the actions since the last call."""
+        """Returns the actions that were added since the last call, in order."""
         taken, self._actions = self._actions, []
         return taken
 
@@ -97,7 +97,7 @@ class Worker:
 
     @property
     def has_contributions(self) -> bool:
-        """True if another worker of the view has contributed to the position at work."""
+        """True if another worker has contributed to the position at work in this view."""
         return any(worker != self._me for worker in self._round.exchange.received)
 
     @property
@@ -107,7 +107,7 @@ class Worker:
 
     @property
     def stable(self) -> int:
-        """All workers of the view are known to hold the totals below this position."""
+        """The position below which all workers of the view are known to hold all totals."""
         return self._stability.position
 
     @property
@@ -138,11 +138,12 @@ class Worker:
     # -- views ------------------------------------------------------------------------------------
 
     def enter(self, number: int) -> None:
-        """Notes the number of the view that this worker is about to propose in order to enter, or of the first view."""
+        """Notes the number of the view by which this worker is about to enter; in other entries it is outside."""
         self._since = number
 
     def read_view(self, view: View) -> None:
-        """Takes a view, from etcd or a report. A newer one stops this worker, which reports; or it is outside now."""
+        """Takes a view, from etcd or a report. If it is newer, this worker stops and reports; or is outside now, if the
+        view does not list its entry."""
         if view.number < self.number or (view.number == self.number and self.phase != Phase.OUTSIDE):
             return
         self.view = view
@@ -160,8 +161,8 @@ class Worker:
         self._take_report(self._me, report)
 
     def report(self, worker: str, view: View, report: FlushReport) -> bool:
-        """Takes the report of another worker, which names its view. Returns False if this worker may be about to enter
-        by that view: keep the report until then."""
+        """Takes the report of another worker, and the view that it names. Returns False if this worker may be about to
+        enter by that view: then the caller keeps the report until it has."""
         self.read_view(view)
         if self.view == view and self.phase == Phase.FLUSHING:
             self._take_report(worker, report)
@@ -202,8 +203,8 @@ class Worker:
     # -- totals -----------------------------------------------------------------------------------
 
     def total(self, view: int, position: int) -> bool:
-        """Takes a total that this worker lacks, from the donor of its view. Returns False if it is too early: keep it
-        until this worker has read that view, and the flush has ended."""
+        """Notes the total of a position, which the donor of a view sent. Returns False if it is too early: then the
+        caller keeps it until this worker has read that view, and the flush has ended."""
         if view > self.number or (view == self.number and self.phase == Phase.FLUSHING):
             return False
         if view == self.number and self.phase == Phase.LACKING and position == self.position:
@@ -214,7 +215,7 @@ class Worker:
         return True
 
     def catch_up(self, position: int) -> None:
-        """Sets the position of a worker that is outside and has got the stable totals below it."""
+        """Moves a worker that is outside up to `position`, since it has got the stable totals below that."""
         assert self.phase == Phase.OUTSIDE
         if position > self.position:
             self.position = position
@@ -230,8 +231,8 @@ class Worker:
         self._note_position(self._me, self.position)
 
     def note_holds(self, worker: str, view: int, position: int) -> bool:
-        """Takes another worker's message that it holds all totals below a position. Returns False if it is of a view
-        that this worker has not read: keep the message until then."""
+        """Takes another worker's message that it holds all totals below a position. Returns False if its view has not
+        been read here: then the caller keeps the message until it is."""
         if view > self.number:
             return False
         if view == self.number and self.phase != Phase.OUTSIDE:
@@ -254,9 +255,10 @@ class Worker:
     # -- parts ------------------------------------------------------------------------------------
 
     def give_parts_ahead(self) -> tuple[int, tuple[int, ...]]:
-        """Gives out parts of the position at work before user code is there: it may have as many as the one before.
+        """Gives out this worker's parts of the position at work before user code has reached it.
 
-        Returns that number, and the parts; 0 if they are not known. If there are others, `begin` takes them back.
+        Assumes as many parts as the position before had; if that is wrong, `begin` takes them back. Returns that
+        number, and the parts; (0, ()): none are given out for now.
         """
         if self.phase != Phase.WORKING or self._outcome is None or self.position <= self._outcome.position:
             return 0, ()
@@ -278,11 +280,12 @@ class Worker:
         self._contribute(self._round.targets)
 
     def take_parts(self, most: int | None = None) -> list[int]:
-        """Returns parts that user code is to compute; they stay with this worker. []: none are there for now."""
+        """Returns up to `most` parts (None: all) that user code has to compute; they stay with this worker. []: none
+        for now."""
         return self._round.take_parts(most)
 
     def note_computed(self, position: int, spans: Iterable[Span], *, large: bool = False) -> None:
-        """Notes that user code has finished the parts of these spans, and that their sums are there.
+        """Notes that user code has finished the parts of these spans of a position, and that their sums are there.
 
         Args:
             large: see `Contribution`.
@@ -296,7 +299,7 @@ class Worker:
             self._contribute(targets)
 
     def _contribute(self, targets: Iterable[Span]) -> None:
-        """Sends those targets that are complete; an empty contribution if this worker has no targets at all."""
+        """Sends those of `targets` that are complete; an empty contribution if this worker has no targets at all."""
         ready = tuple(target for target in targets if target in self._round.own)
         if not ready and self._round.targets:
             return
@@ -309,7 +312,7 @@ class Worker:
         self._act_on_contributions()
 
     def contribution(self, worker: str, contribution: Contribution) -> bool:
-        """Takes a contribution. Returns False if it is of a view that this worker has not read: keep it until then."""
+        """Takes a contribution. Returns False if its view has not been read here: the caller keeps it until it is."""
         if contribution.view > self.number:
             return False
         if contribution.view == self.number and self.phase != Phase.OUTSIDE:
@@ -319,14 +322,14 @@ class Worker:
         return True
 
     def _receive(self, worker: str, contribution: Contribution) -> None:
-        """Takes a contribution to the position at work, or keeps one to a later position."""
+        """Takes a contribution to the position at work, keeps one to a later position, and drops one to an earlier."""
         if contribution.position > self.position:
             self._early.append((worker, contribution))
         elif contribution.position == self.position:
             self._round.exchange.receive(worker, contribution)
 
     def _act_on_contributions(self) -> None:
-        """Completes the position at work, or adds up together, or reports unequal tags, once all contributed."""
+        """Adds the action that `Exchange.decide` returns, if any. Moves on if that completes the position."""
         if self.phase != Phase.WORKING:
             return
         assert self.view is not None
