@@ -33,7 +33,7 @@ from unittest import mock
 
 if TYPE_CHECKING:
     from taskgraph.transport.frames import Head
-    from taskgraph.transport.incoming import Incoming
+    from taskgraph.transport.incoming import IncomingMessage
 
 Target = Callable[[bytes], None]
 
@@ -62,7 +62,7 @@ def _frames() -> tuple[Target, list[bytes]]:
     from taskgraph.transport import wire
     from taskgraph.transport.frames import HEAD_BYTES, FrameKind, Head, Limits, pack_frame
     from taskgraph.transport.hello import HELLO_LIMITS
-    from taskgraph.transport.incoming import Incoming
+    from taskgraph.transport.incoming import IncomingMessage
     from taskgraph.transport.reader import FrameReader
 
     open_limits = Limits(header=1 << 16, buffers=1 << 10, payload=1 << 20)
@@ -72,15 +72,15 @@ def _frames() -> tuple[Target, list[bytes]]:
             return
         stranger, piece = bool(data[0] & 1), (data[0] >> 1) * 8 + 1
 
-        def on_open(head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
+        def on_open(head: Head, sizes: tuple[int, ...], header: bytes) -> IncomingMessage | None:
             if stranger:
                 raise DecodeError("before the hello")
             message = wire.from_header(header)
             if wire.value_of(message) is None and (head.payload or sizes):
                 raise DecodeError("a payload")
-            return Incoming(head, sizes, message)
+            return IncomingMessage(head, sizes, message)
 
-        def on_complete(incoming: Incoming) -> None:
+        def on_complete(incoming: IncomingMessage) -> None:
             incoming.complete()
 
         def on_whole(
@@ -127,12 +127,12 @@ def _hello() -> tuple[Target, list[bytes]]:
     """Both sides of the hello; an input is a list of (kind, size, bytes)."""
     from taskgraph.errors import DecodeError
     from taskgraph.transport.frames import FrameKind
-    from taskgraph.transport.hello import Answering, Dialling, HelloRefused
+    from taskgraph.transport.hello import DiallerHello, HelloRefused, ListenerHello
 
     kinds = list(FrameKind)
 
     def run(data: bytes) -> None:
-        for side in (Answering(b"t" * 16, "job", "node"), Dialling(b"t" * 16, "job", "node", probe=False)):
+        for side in (ListenerHello(b"t" * 16, "job", "node"), DiallerHello(b"t" * 16, "job", "node", probe=False)):
             with contextlib.suppress(DecodeError, HelloRefused):
                 rest = data
                 while len(rest) > 1:
@@ -142,7 +142,7 @@ def _hello() -> tuple[Target, list[bytes]]:
             if side.done:
                 raise Finding("a hello without the token")
 
-    (_, opened) = Dialling(b"t" * 16, "job", "other", probe=True).open()[0]
+    (_, opened) = DiallerHello(b"t" * 16, "job", "other", probe=True).open()[0]
     proof = b"\n\x20" + bytes(32)
     challenge = b"\n\x04peer\x12\x20" + bytes(32)
     return run, [

@@ -34,14 +34,14 @@ __all__ = [
     "Partial",
     "add_along_tree",
     "add_two",
-    "check_alike",
     "cut_share",
     "encode_result",
     "encode_slices",
-    "is_layout",
+    "has_only_layout",
     "join_parts",
     "make_partial",
     "pack",
+    "unify_layouts",
     "unpack",
     "without_elements",
 ]
@@ -140,7 +140,7 @@ def _as_sums(partial: Partial) -> Sums:
     return partial if isinstance(partial, Sums) else Sums(_layout(partial), [partial.reshape(-1)])
 
 
-def check_alike(partials: Mapping[int, Partial], op: str, what: str) -> dict[int, Partial]:
+def unify_layouts(partials: Mapping[int, Partial], op: str, what: str) -> dict[int, Partial]:
     """Returns {task: contribution}, all of one layout: if some differ, only in devices, all get a common layout.
 
     Raises:
@@ -214,7 +214,7 @@ def without_elements(partial: Partial) -> Sums:
     return Sums(_layout(partial), ())
 
 
-def is_layout(partial: Partial) -> bool:
+def has_only_layout(partial: Partial) -> bool:
     """True for `without_elements` of a contribution that has elements."""
     return isinstance(partial, Sums) and not partial.arrays and any(element_counts(partial.layout))
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, get_args
 
 from taskgraph.collectives.plan import Op, TreePlace, Via, slicing_bytes, tree_place
-from taskgraph.collectives.ports import Work
+from taskgraph.collectives.ports import AttemptPort
 from taskgraph.collectives.steps import AddChildren, AddShares, DropResults, ExchangeSlices, Relay, no_user_code
 from taskgraph.collectives.values import Put, PutEach, PutPartial, PutShares, PutSlices, Then
 from taskgraph.errors import GraphError
@@ -48,7 +48,7 @@ class CollectiveDeclaration:
 
     def __init__(
         self,
-        work: Work,
+        work: AttemptPort,
         composition: Composition,
         declare: Declare,
         neighbors: Callable[[str], tuple[int, ...]],
@@ -196,7 +196,9 @@ class CollectiveDeclaration:
 
     # -- arguments --------------------------------------------------------------------------------
 
-    def _find_members(self, work: Work, neighbors: Callable[[str], tuple[int, ...]], over: str) -> tuple[int, ...]:
+    def _find_members(
+        self, work: AttemptPort, neighbors: Callable[[str], tuple[int, ...]], over: str
+    ) -> tuple[int, ...]:
         if over == "all":
             return _all_tasks(work.tasks())
         if not isinstance(over, str):

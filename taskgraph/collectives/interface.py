@@ -102,7 +102,7 @@ class Collectives:
         over: str = "all",
         inbound: Sequence[str] | Mapping[str, To] = (),
     ) -> None:
-        """The task `root` gets the values of all members, `ins.all(tag)`: {task: value}. Only it has `then`."""
+        """The task `root` gets the values of all members, `ins.all(tag)`: {task: value}. Only it calls `then`."""
         self._begin_collective("gather", tag, over, inbound, root).gather(value, then)
 
     def allgather(

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Ins", "Outs", "To", "Work"]
+__all__ = ["AttemptPort", "InputsPort", "OutputsPort", "To"]
 
 To = str | int | Sequence[str | int]
 """A link's name, a task id, or several of them."""
 
 
-class Work(Protocol):
+class AttemptPort(Protocol):
     """What collectives use of the attempt in which a processor runs. `task`, `number`: the task and the epoch."""
 
     task: int
@@ -27,7 +27,7 @@ class Work(Protocol):
     def supply(self, tag: str, value: Encoded) -> None: ...
 
 
-class Ins(Protocol):
+class InputsPort(Protocol):
     """What collectives use of `tg.Inputs`: the values of a processor's inbound channels, still encoded."""
 
     @property
@@ -36,10 +36,10 @@ class Ins(Protocol):
     def fetch(self, tag: str) -> Awaitable[None]: ...
 
 
-class Outs(Protocol):
+class OutputsPort(Protocol):
     """What collectives use of `tg.Outputs`: takes the values of a processor's outbound channels, also encoded ones."""
 
     @property
-    def work(self) -> Work: ...
+    def work(self) -> AttemptPort: ...
     def put(self, tag: str, value: Any, to: To | None = None) -> None: ...
     def put_encoded(self, tag: str, encoded: Encoded, to: tuple[int, ...] | None = None) -> None: ...

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 
 from taskgraph.collectives import adding
 from taskgraph.collectives.plan import Op
-from taskgraph.collectives.ports import Ins, Outs
+from taskgraph.collectives.ports import InputsPort, OutputsPort
 from taskgraph.collectives.values import EveryEpoch, describe_place
 from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.compose import DerivedChannel
@@ -36,11 +36,11 @@ class _Internal(EveryEpoch):
     arguments: ClassVar[tuple[str, ...]] = ()
     is_brief: ClassVar[bool] = False
 
-    def run(self, ins: Ins, outs: Outs) -> None:
+    def run(self, ins: InputsPort, outs: OutputsPort) -> None:
         raise NotImplementedError
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        async def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
+        async def compute(epoch: Any, ins: InputsPort, outs: OutputsPort) -> None:
             if self.is_brief or ins.size_bytes < INLINE_BYTES:
                 self.run(ins, outs)
             else:  # the event loop has other work, too
@@ -61,7 +61,7 @@ class DropResults(_Internal):
 
     is_brief: ClassVar[bool] = True
 
-    def run(self, ins: Ins, outs: Outs) -> None:
+    def run(self, ins: InputsPort, outs: OutputsPort) -> None:
         pass
 
 
@@ -73,7 +73,7 @@ class Relay(_Internal):
     tag: str
     parent: int
 
-    def run(self, ins: Ins, outs: Outs) -> None:
+    def run(self, ins: InputsPort, outs: OutputsPort) -> None:
         outs.put_encoded(self.tag, ins.encoded(self.tag, self.parent))
 
 
@@ -98,18 +98,18 @@ class AddChildren(_Internal):
     to: str
     finishes: bool
 
-    def run(self, ins: Ins, outs: Outs) -> None:
+    def run(self, ins: InputsPort, outs: OutputsPort) -> None:
         work = outs.work
         what, me, allocate = describe_place(work, self.what), work.task, work.allocate
         found = {me: adding.unpack(ins.encoded(self.own, me))}
         for child, _ in self.children:
             found[child] = adding.unpack(ins.encoded(self.up, child))
-        found = adding.check_alike(found, self.op, what)
+        found = adding.unify_layouts(found, self.op, what)
         total = found[me]
         for child, earlier in self.children:
             one, other = (found[child], total) if earlier else (total, found[child])
             total = adding.add_two(one, other, self.op, allocate)
-        if adding.is_layout(total) and self.finishes:
+        if adding.has_only_layout(total) and self.finishes:
             outs.put_encoded(self.to, _SLICED)
         elif self.finishes:
             outs.put_encoded(self.to, adding.encode_result(total, self.op, what, allocate))
@@ -117,9 +117,11 @@ class AddChildren(_Internal):
             outs.put_encoded(self.to, adding.pack(total, what, allocate))
 
 
-def _add_all_members(ins: Ins, outs: Outs, tag: str, members: tuple[int, ...], op: Op, what: str) -> adding.Partial:
+def _add_all_members(
+    ins: InputsPort, outs: OutputsPort, tag: str, members: tuple[int, ...], op: Op, what: str
+) -> adding.Partial:
     found = {member: adding.unpack(ins.encoded(tag, member)) for member in members}
-    found = adding.check_alike(found, op, what)
+    found = adding.unify_layouts(found, op, what)
     return adding.add_along_tree(list(found.values()), op, outs.work.allocate)
 
 
@@ -133,7 +135,7 @@ class AddShares(_Internal):
     members: tuple[int, ...]
     to: str
 
-    def run(self, ins: Ins, outs: Outs) -> None:
+    def run(self, ins: InputsPort, outs: OutputsPort) -> None:
         what = describe_place(outs.work, self.what)
         total = _add_all_members(ins, outs, self.tag, self.members, self.op, what)
         outs.put_encoded(self.to, adding.encode_result(total, self.op, what, outs.work.allocate))
@@ -172,7 +174,7 @@ class ExchangeSlices(_Internal):
         return DerivedChannel(self.to, (self.down, self.parent), _SLICED.digest)
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        async def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
+        async def compute(epoch: Any, ins: InputsPort, outs: OutputsPort) -> None:
             await ins.fetch(self.slices)
             await outs.work.run_in_thread(partial(self._add, ins, outs))
             await ins.fetch(self.sums)
@@ -180,13 +182,13 @@ class ExchangeSlices(_Internal):
 
         return _mark_internal(compute)
 
-    def _add(self, ins: Ins, outs: Outs) -> None:
+    def _add(self, ins: InputsPort, outs: OutputsPort) -> None:
         """Adds up the slices for this task that all members sent, and puts the sum to all members."""
         what = describe_place(outs.work, self.what)
         total = _add_all_members(ins, outs, self.slices, self.members, self.op, what)
         outs.put_encoded(self.sums, adding.pack(total, what, outs.work.allocate))
 
-    def _join(self, ins: Ins, outs: Outs) -> None:
+    def _join(self, ins: InputsPort, outs: OutputsPort) -> None:
         """Joins the sums of all slices to the result, and supplies that to this task's own channel."""
         work = outs.work
         total = adding.join_parts(

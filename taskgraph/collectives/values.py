@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from taskgraph.collectives import adding
 from taskgraph.collectives.plan import Op
-from taskgraph.collectives.ports import Ins, Outs, Work
+from taskgraph.collectives.ports import AttemptPort, InputsPort, OutputsPort
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.compose import DerivedChannel
 from taskgraph.protocol.frozen import frozen
@@ -20,7 +20,7 @@ from taskgraph.signatures import returns_coroutine
 __all__ = ["EveryEpoch", "Put", "PutEach", "PutPartial", "PutShares", "PutSlices", "Then", "describe_place"]
 
 
-def describe_place(work: Work, what: str) -> str:
+def describe_place(work: AttemptPort, what: str) -> str:
     """Returns task, epoch and collective (`what`) as a text, for errors."""
     return f"task {work.task}, epoch {work.number}: {what}"
 
@@ -45,19 +45,19 @@ class _UserCode(EveryEpoch):
     __slots__ = ()
     arguments: ClassVar[tuple[str, ...]] = ("epoch", "ins")
 
-    def put_value(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: OutputsPort, value: Any) -> None:
         """Puts what user code returned into the processor's channels."""
         raise NotImplementedError
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if returns_coroutine(function):
 
-            async def compute_async(epoch: Any, ins: Ins, outs: Outs) -> None:
+            async def compute_async(epoch: Any, ins: InputsPort, outs: OutputsPort) -> None:
                 self.put_value(outs, await function(epoch, ins))
 
             return _copy_mark(compute_async, function)
 
-        def compute(epoch: Any, ins: Ins, outs: Outs) -> None:
+        def compute(epoch: Any, ins: InputsPort, outs: OutputsPort) -> None:
             self.put_value(outs, function(epoch, ins))
 
         return _copy_mark(compute, function)
@@ -72,7 +72,7 @@ def _copy_mark(compute: Callable[..., Any], function: Callable[..., Any]) -> Cal
 class Then(_UserCode):
     """Makes the sync point of `then`, which puts nothing."""
 
-    def put_value(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: OutputsPort, value: Any) -> None:
         pass
 
 
@@ -82,7 +82,7 @@ class Put(_UserCode):
 
     tag: str
 
-    def put_value(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: OutputsPort, value: Any) -> None:
         outs.put(self.tag, value)
 
 
@@ -93,11 +93,11 @@ class PutEach(_UserCode):
     tag: str
     members: tuple[int, ...]
 
-    def put_value(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: OutputsPort, value: Any) -> None:
         for member, each in self._by_member(outs.work, value).items():
             outs.put(self.tag, each, to=member)
 
-    def _by_member(self, work: Work, value: Any) -> Mapping[int, Any]:
+    def _by_member(self, work: AttemptPort, value: Any) -> Mapping[int, Any]:
         members = self.members
         if isinstance(value, Mapping):
             if value.keys() == set(members):
@@ -128,7 +128,7 @@ class PutPartial(_UserCode):
     tag: str
     alone: bool
 
-    def put_value(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: OutputsPort, value: Any) -> None:
         allocate = outs.work.allocate
         packed = adding.pack(_make_partial(outs.work, self.what, self.op, value), self.what, allocate)
         if self.alone:
@@ -158,7 +158,7 @@ class PutSlices(_UserCode):
     def optional(self) -> tuple[str, ...]:
         return (self.slices,)
 
-    def put_value(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: OutputsPort, value: Any) -> None:
         work, members = outs.work, self.members
         partial = _make_partial(work, self.what, self.op, value)
         if partial.nbytes >= self.large:
@@ -178,7 +178,7 @@ class PutShares(_UserCode):
     tag: str
     members: tuple[int, ...]
 
-    def put_value(self, outs: Outs, value: Any) -> None:
+    def put_value(self, outs: OutputsPort, value: Any) -> None:
         work, count = outs.work, len(self.members)
         for index, member in enumerate(self.members):
             try:
@@ -189,7 +189,7 @@ class PutShares(_UserCode):
             outs.put_encoded(self.tag, adding.pack(partial, self.what, work.allocate), (member,))
 
 
-def _make_partial(work: Work, what: str, op: Op, value: Any) -> adding.Partial:
+def _make_partial(work: AttemptPort, what: str, op: Op, value: Any) -> adding.Partial:
     try:
         return adding.make_partial(value, op, work.allocate)
     except JobError as error:

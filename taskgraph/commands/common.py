@@ -29,7 +29,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.protocol.view import decode_key
 from taskgraph.system.files import remove_file
-from taskgraph.system.signals import Orders, obey_sigterm
+from taskgraph.system.signals import StopSignals, obey_sigterm
 from taskgraph.transport.hello import token_mark
 
 if TYPE_CHECKING:
@@ -435,7 +435,7 @@ def on_ending_signals(react: Callable[[int], object]) -> None:
 
 
 def obey_ending_signals(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obey: Callable[[], None]) -> None:
-    """Makes the running loop call `obey` on each of `ending_signals` that does not repeat another (`Orders`).
+    """Makes the running loop call `obey` on each of `ending_signals` that does not repeat another (`StopSignals`).
 
     After the job has finished, the first signal only prints a warning: ending now would lose the results.
 
@@ -443,7 +443,7 @@ def obey_ending_signals(*, finished: Callable[[], bool], obeyed: Callable[[], bo
         finished: has the job finished?
         obeyed: is the command ending already?
     """
-    orders, spared = Orders(), False
+    orders, spared = StopSignals(), False
 
     def react(number: int) -> None:
         nonlocal spared

@@ -56,7 +56,7 @@ from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.environment import node_env
-from taskgraph.system.streams import never_wait
+from taskgraph.system.streams import bound_stderr_waits
 from taskgraph.transport.hello import token_mark
 
 __all__ = ["launch", "node", "print_end"]
@@ -132,7 +132,7 @@ async def _launch(options: argparse.Namespace) -> int:
         reached.spec.check_protocol()  # the job would refuse each of its nodes
         runtime = Runtime()
         runtime.join(entry)
-        never_wait()
+        bound_stderr_waits()
         shown = JobProgress(reached.name, reached.spec.own_tasks, reached.spec.epochs, reached.spec.backups)
         shown.set_view(follower.view)
         await follower.start(shown.event)

@@ -41,7 +41,7 @@ from taskgraph.observe.screen import say
 from taskgraph.observe.values_text import values_text
 from taskgraph.protocol.records import JobStatus
 from taskgraph.results import JobResult
-from taskgraph.system.streams import never_wait, wait_until_written
+from taskgraph.system.streams import bound_stderr_waits, wait_until_written
 
 __all__ = ["print_result", "run"]
 
@@ -96,7 +96,7 @@ class _Run:
         """Runs the job; returns the exit code."""
         options, shown = self._options, self._shown
         if options.nodes:  # else tasks run here, and may print faster than a reader takes
-            never_wait()
+            bound_stderr_waits()
         running = asyncio.ensure_future(
             arun(
                 self._job,

@@ -35,7 +35,7 @@ from taskgraph.commands.arguments import parser
 from taskgraph.commands.common import access_of, etcd_of, node_tls_of, token_of
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.opening import opened
-from taskgraph.coordination.public import Public
+from taskgraph.coordination.public import PublicEtcd
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, TransportError
 from taskgraph.launch.begin import command
@@ -132,7 +132,7 @@ class _Companion:
         tls = {name: value for name, value in access_of(options).items() if name in ("ca", "cert", "key")}
         made = made_tls_files(folder, options.name)  # for this job; else the user's
         name = made["name"] if tls.get("ca") == made["ca"] else node_tls_of(options).get("name", "")
-        public = Public(host=host, data=folder.etcd, tls=tls, name=name)
+        public = PublicEtcd(host=host, data=folder.etcd, tls=tls, name=name)
         log_path = folder.logs / "etcd.log"
         async with EmbeddedEtcd(public=public, log=log_path, nodes=self._options.nodes) as etcd:
             write_whole(folder.etcd_at, f"{etcd.endpoint} {name}\n".encode())

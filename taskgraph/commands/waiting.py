@@ -29,7 +29,7 @@ from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.files import write_whole
-from taskgraph.system.streams import never_wait
+from taskgraph.system.streams import bound_stderr_waits
 
 __all__ = ["inside_of", "wait_for"]
 
@@ -47,7 +47,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
 
     A signal ends only this command: the job goes on, and the command may be started again.
     """
-    never_wait()
+    bound_stderr_waits()
     spec = reached.spec
     shown = JobProgress(reached.name, spec.own_tasks, spec.epochs, spec.backups, elastic=spec.elastic)
     follower = Collector(reached.coordinator, spec, reached.entry.token_bytes, reached.entry.node_access)

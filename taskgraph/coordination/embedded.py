@@ -2,7 +2,7 @@
 
 With `private` etcd listens on unix sockets in a directory that only its user can enter. Otherwise it listens on free
 ports of the loopback interface, where every user of this host could change a job's spec, and so run code as our user.
-With `Public` it listens on an address of this host, for other hosts, and its data survives.
+With `PublicEtcd` it listens on an address of this host, for other hosts, and its data survives.
 Its data is in a directory that only its user can read. `guard.py` ends etcd and removes its data even if this process
 is killed. The data need not survive a crash of the host, so there is no fsync, on which most of a transaction's time
 would be spent.
@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.coordination.public import Public, address_of, keeping_options
+from taskgraph.coordination.public import PublicEtcd, address_of, durability_options
 from taskgraph.errors import USED_UP, CoordinationError, Unavailable, no_process_text
 from taskgraph.system import host
 from taskgraph.system.alongside import alongside, any_done
@@ -107,13 +107,14 @@ class EmbeddedEtcd:
         nodes: how many nodes will connect: etcd needs open files for them.
 
     Attributes:
-        endpoint: `127.0.0.1:port`, `unix:/path`, or `https://host:port`, for `EtcdCoordinator.connect`.
+        endpoint: `127.0.0.1:port`, `unix:/path`, or `http(s)://host:port`, for `EtcdCoordinator.connect`; "" before it
+            runs.
         version: etcd's version, e.g. "3.5.1".
         pid: etcd's process id.
     """
 
     def __init__(
-        self, *, private: bool = False, public: Public | None = None, log: Path | None = None, nodes: int = 1
+        self, *, private: bool = False, public: PublicEtcd | None = None, log: Path | None = None, nodes: int = 1
     ) -> None:
         self._private = private
         self._public = public
@@ -168,7 +169,7 @@ class EmbeddedEtcd:
         return "\n".join([f"{how}; the end of its log:", *lines]) if lines else f"{how}; its log is empty"
 
     async def stop(self) -> None:
-        """Ends etcd within 5 s, and removes its data. Does nothing if etcd does not run."""
+        """Ends etcd within 5 s, and removes its data, unless it is `public`. Does nothing if etcd does not run."""
         guard, self._guard = self._guard, None
         if guard is None:
             return
@@ -251,7 +252,7 @@ class EmbeddedEtcd:
             *("--snapshot-count", "5000"),
         ]
         if self._public is not None:
-            return [*command, *self._public.tls_options(), *keeping_options(self.version)]
+            return [*command, *self._public.tls_options(), *durability_options(self.version)]
         if tuple(int(part) for part in self.version.split(".")[:2]) >= (3, 5):
             command.append("--unsafe-no-fsync")
         return command
@@ -327,7 +328,7 @@ def _with_advice(line: str, folder: LockedFolder | None) -> str:
     return ""
 
 
-async def _wait_for_answer(endpoint: str, name: str, public: Public | None) -> None:
+async def _wait_for_answer(endpoint: str, name: str, public: PublicEtcd | None) -> None:
     """Waits until the member with this name answers a linearizable read. The caller bounds the wait.
 
     The name tells our etcd from another one that has taken the port.

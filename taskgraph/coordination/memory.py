@@ -188,7 +188,7 @@ class MemoryStore:
             lease.renewals = renewals
             self._set_timer()
 
-    def holds(self, lease_id: int) -> bool:
+    def has_lease(self, lease_id: int) -> bool:
         """True if the store has the lease. It may have expired since the last `expire`."""
         return lease_id in self._leases
 
@@ -197,7 +197,7 @@ class MemoryStore:
         self.expire()
         return lease_id in self._leases
 
-    def left(self, lease_id: int) -> int | None:
+    def seconds_left(self, lease_id: int) -> int | None:
         """Returns the remaining seconds of any lease, rounded down; None if the lease is gone."""
         lease = self._leases.get(lease_id)
         return max(0, math.floor(lease.ends_at() - _now())) if lease is not None else None
@@ -290,7 +290,7 @@ class MemoryLease:
 
     def _last_renewal_at(self) -> float:
         """Returns the time of the last renewal: one each fifth of the TTL, if ticks are recent and the lease exists."""
-        if self._renewing and self._store.holds(self.id):
+        if self._renewing and self._store.has_lease(self.id):
             interval_s = self.ttl_s / _RENEWALS_PER_TTL
             until = min(_now(), self._ticked_at + self._stall_limit_s)
             if until - self._renewed_at >= interval_s:
@@ -364,7 +364,7 @@ class MemoryCoordinator:
     async def lease_left(self, lease_id: int) -> int | None:
         """Returns the remaining seconds of any lease, rounded down; None if the lease is gone."""
         await self._begin_call()
-        return self.store.left(lease_id)
+        return self.store.seconds_left(lease_id)
 
     async def compact(self, revision: int) -> None:
         """Drops the history before `revision`, for all handles."""

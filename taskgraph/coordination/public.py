@@ -9,11 +9,11 @@ from pathlib import Path
 
 from taskgraph.errors import CoordinationError
 
-__all__ = ["Public", "address_of", "keeping_options"]
+__all__ = ["PublicEtcd", "address_of", "durability_options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Public:
+class PublicEtcd:
     """An etcd that other hosts reach.
 
     Attributes:
@@ -53,7 +53,7 @@ def address_of(host: str) -> str:
         raise CoordinationError(f"etcd cannot listen on {host}: {error.strerror}") from error
 
 
-def keeping_options(version: str) -> list[str]:
+def durability_options(version: str) -> list[str]:
     """Returns the options that keep this version of etcd from losing acknowledged writes at a SIGKILL; []: needs none.
 
     etcd 3.5.0 to 3.5.2 may write to its store that an entry of the log was applied before it is (etcd's issue 13766):

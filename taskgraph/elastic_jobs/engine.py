@@ -248,15 +248,15 @@ class Engine:
                 self._hold_total(position, self.contributions.total(position, spans))
             case actions.GiveTotals():
                 self._give_totals(action)
-            case actions.Holds(number, position):
+            case actions.SendPosition(number, position):
                 self._outboxes.put_all(number, HoldsTotals(number, position))
-            case actions.Stable(position):
+            case actions.TotalsStable(position):
                 self._note_stable(position)
-            case actions.Differ(position, outvoted):
+            case actions.UnequalTags(position, outvoted):
                 self._differ(position, outvoted)
-            case actions.Outside():
+            case actions.Excluded():
                 self._excluded()
-            case actions.NoneWhole(number):
+            case actions.NoWholeWorker(number):
                 self.none_whole_in = number
 
     def _send_report(self, action: actions.SendReport) -> None:

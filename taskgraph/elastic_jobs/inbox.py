@@ -74,15 +74,17 @@ class Inbox:
             case WorkerReport():
                 view = View(message.number, message.lineage, tuple(Entry(*entry) for entry in message.workers))
                 held = tuple(Span(*span) for span in message.held)
-                return core.report(worker, view, FlushReport(message.position, message.whole, held, message.begun))
+                return core.receive_report(
+                    worker, view, FlushReport(message.position, message.whole, held, message.begun)
+                )
             case PartSums():
-                return core.contribution(worker, self._contributions.receive(worker, message))
+                return core.receive_contribution(worker, self._contributions.receive(worker, message))
             case SliceSum():
                 self._contributions.receive_slice(worker, message)
             case Totals():
                 return self._take_totals(message)
             case HoldsTotals():
-                return core.note_holds(worker, message.view, message.position)
+                return core.receive_holds_totals(worker, message.view, message.position)
             case FirstPart():
                 if message.view > core.number:
                     return False
@@ -101,7 +103,7 @@ class Inbox:
             return False
         for position, total in enumerate(decode_sums(message.value), message.position):
             before = core.position
-            core.total(message.view, position)
+            core.receive_total(message.view, position)
             if core.position > before:
                 self._hold(position, Total.of(total))
         return True

@@ -55,7 +55,7 @@ class Silence:
                     if worker not in self._asking:
                         self._asking.add(worker)
                         node.own(self._ask(worker), f"ask {worker}")
-                for worker in self._detector.find_silent(now, 2 * beat_s):
+                for worker in self._detector.find_newly_silent(now, 2 * beat_s):
                     text = f"{name_of(worker)} does not answer {node.name}, though its lease lives"
                     node.events.emit("lost", f"{text}: silent for {ttl_s:g} s", fields={"lost": worker})
             if silent != self._detector.silent:

@@ -11,14 +11,14 @@ import numpy as np
 
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import digest_of
-from taskgraph.protocol.messages import Encoded, Kept
+from taskgraph.protocol.messages import Encoded, KeptBuffers
 
 __all__ = ["apply_changes", "changes_since"]
 
 _SENT = -1
 
 
-def changes_since(value: Encoded, base: Encoded) -> tuple[Encoded, Kept] | None:
+def changes_since(value: Encoded, base: Encoded) -> tuple[Encoded, KeptBuffers] | None:
     """Returns the part of a value that `base` does not have, and what to take from `base`; None: they share nothing.
 
     Args:
@@ -31,10 +31,10 @@ def changes_since(value: Encoded, base: Encoded) -> tuple[Encoded, Kept] | None:
     if all(place == _SENT for place in places):
         return None
     sent = tuple([buffer for buffer, place in zip(value.buffers, places, strict=True) if place == _SENT])
-    return Encoded(value.meta, sent, digest_of(value.meta, sent)), Kept(base.digest, places, value.digest)
+    return Encoded(value.meta, sent, digest_of(value.meta, sent)), KeptBuffers(base.digest, places, value.digest)
 
 
-def apply_changes(part: Encoded, kept: Kept, base: Encoded) -> Encoded:
+def apply_changes(part: Encoded, kept: KeptBuffers, base: Encoded) -> Encoded:
     """Returns the whole value of which `changes_since` gave a part: takes the other buffers from `base`.
 
     Raises:

@@ -35,7 +35,7 @@ from taskgraph.observe.status import NodeStatus, ReportRow, TaskResult
 from taskgraph.observe.trace import clock
 from taskgraph.system import host
 from taskgraph.system.files import remove_file
-from taskgraph.transport.endpoints import host_key, is_free, no_free_port, tcp_endpoint, unix_endpoint
+from taskgraph.transport.endpoints import host_key, is_port_free, no_free_port_error, tcp_endpoint, unix_endpoint
 from taskgraph.transport.refusals import RefusalLog
 
 __all__ = ["ControlServer", "ControlledNode"]
@@ -446,14 +446,14 @@ def _bind_unix(server: grpc.aio.Server, path: Path) -> None:
 def _bind_tcp(server: grpc.aio.Server, host: str, ports: Sequence[int], tls: Tls | None) -> int:
     """Binds to the first of these ports that is free; returns the port."""
     for port in ports:
-        if not is_free(host, port):  # also raises with the reason, which gRPC does not give
+        if not is_port_free(host, port):  # also raises with the reason, which gRPC does not give
             continue
         try:
             return _bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls)
         except TransportError:
-            if not port or is_free(host, port):
+            if not port or is_port_free(host, port):
                 raise
-    raise no_free_port(host, ports)
+    raise no_free_port_error(host, ports)
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:

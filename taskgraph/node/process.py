@@ -77,7 +77,7 @@ from taskgraph.protocol.records import JobStatus, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside
 from taskgraph.system.processes import end_children
-from taskgraph.system.signals import Orders
+from taskgraph.system.signals import StopSignals
 from taskgraph.system.streams import DroppingOutput
 from taskgraph.transport.hello import token_mark
 from taskgraph.transport.stream import StreamTransport
@@ -372,7 +372,7 @@ _view: JobView | None = None
 def _handle_signals(config: NodeConfig, node: NodeLife) -> None:
     """Makes SIGTERM, SIGINT and the launcher's order drain the node; a later signal ends the process at once."""
     global _leave, _view
-    orders, drained = Orders(), False
+    orders, drained = StopSignals(), False
 
     def handle(number: int) -> None:
         nonlocal drained

@@ -308,7 +308,7 @@ class Replica:
     def set_committed_epoch(self, epoch: int) -> None:
         """Makes boundary `epoch` the committed one: frees earlier boundaries, and keeps the reports in them."""
         passed = self.boundaries.committing_at(epoch) if self.task == 0 else ()
-        if self.boundaries.read_epoch(epoch) is not None:
+        if self.boundaries.note_committed(epoch) is not None:
             for boundary in passed:
                 self.log.fold(boundary.log if boundary.log is not None else reports_in(boundary.value))
 

@@ -338,7 +338,7 @@ class Serving:
         if epoch is not None:
             replica.follow(epoch.record)  # first drop what a roll-back undid: it must not make later boundaries history
         for boundary in _boundaries(offer, replica.boundaries):
-            if not replica.boundaries.hold(boundary, committed=offer.committed):
+            if not replica.boundaries.store(boundary, committed=offer.committed):
                 raise Refused(Reason.STALE, f"boundary {boundary.key} of task {offer.task} is stale")
         if log:
             replica.log.fold(log)

@@ -25,7 +25,7 @@ from taskgraph.observe.queues import QueueStatus
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.trace import clock
 from taskgraph.observe.usage import Usage
-from taskgraph.protocol.dealing import PassCounts, Slow
+from taskgraph.protocol.dealing import PassCounts, SlowPiece
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.reach import host_of, unix_socket
 
@@ -212,7 +212,7 @@ class ControlClient:
                     counts=tuple(
                         PassCounts(c.pass_number, c.done, c.dealt, c.open, c.set_aside, c.rows) for c in q.counts
                     ),
-                    slow=tuple(Slow(s.pass_number, s.piece, s.holder, s.seconds) for s in q.slow),
+                    slow=tuple(SlowPiece(s.pass_number, s.piece, s.holder, s.seconds) for s in q.slow),
                     rows_per_s=q.rows_per_s,
                 )
                 for q in reply.queues

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from taskgraph.protocol.dealing import PassCounts, QueueLedger, Slow
+from taskgraph.protocol.dealing import PassCounts, QueueLedger, SlowPiece
 
 __all__ = ["SLOW", "QueueStatus", "Rate"]
 
@@ -42,7 +42,7 @@ class QueueStatus:
     left: int
     set_aside: int
     counts: tuple[PassCounts, ...]
-    slow: tuple[Slow, ...]
+    slow: tuple[SlowPiece, ...]
     rows_per_s: float
 
     @classmethod

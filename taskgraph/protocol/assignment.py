@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Assignment", "Holding", "Seat", "Wish"]
+__all__ = ["Assignment", "CurrentReplicas", "Seat", "Wish"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class CurrentReplicas:
     """The current replicas of a task.
 
     Attributes:
@@ -58,7 +58,7 @@ class Assignment:
         seats: Sequence[Seat],
         tasks: int,
         backups: int,
-        holdings: Mapping[int, Holding],
+        holdings: Mapping[int, CurrentReplicas],
         needs_device: Callable[[int], bool],
         keep: frozenset[str],
     ) -> None:

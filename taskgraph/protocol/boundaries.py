@@ -12,7 +12,7 @@ Why the highest (attempt, term)? A primary of a later term or attempt started fr
 in etcd. So earlier pending boundaries did not commit, and never will. A commit needs the acknowledgement of every
 member, so each member has the committed one.
 
-The caller calls `read_epoch` only for epochs read from etcd: messages of peers free nothing.
+The caller calls `note_committed` only for epochs read from etcd: messages of peers free nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Boundaries:
     def pending(self) -> tuple[Boundary, ...]:
         return tuple(self._stored[key] for key in sorted(self._stored))
 
-    def hold(self, boundary: Boundary, *, committed: bool) -> bool:
+    def store(self, boundary: Boundary, *, committed: bool) -> bool:
         """Stores a boundary. `committed`: its primary read it as committed, so it replaces pending ones up to it.
 
         Returns False if a roll-back undid it, or a later term or attempt committed: then it must not be acknowledged.
@@ -103,7 +103,7 @@ class Boundaries:
         return next((boundary for boundary in stored if boundary.value.digest == digest), None)
 
     def committing_at(self, epoch: int) -> tuple[Boundary, ...]:
-        """Returns the pending boundaries that `read_epoch(epoch)` would take for committed, in order; changes nothing.
+        """Returns the pending boundaries that `note_committed(epoch)` would take for committed, in order.
 
         Several epochs may commit at once. Of each, the boundary of the highest (attempt, term) counts.
         """
@@ -114,7 +114,7 @@ class Boundaries:
                 best[key[0]] = self._stored[key]
         return tuple(best.values())
 
-    def read_epoch(self, epoch: int) -> Boundary | None:
+    def note_committed(self, epoch: int) -> Boundary | None:
         """Handles an epoch read from etcd as committed: its boundary becomes the committed one, earlier ones are freed.
 
         Returns that boundary; None, and nothing changes, if it is not pending here.
@@ -132,7 +132,7 @@ class Boundaries:
         self.committed, self._stored = self._stored[best], later
         return self.committed
 
-    def holds(self, epoch: int) -> bool:
+    def has_committed(self, epoch: int) -> bool:
         """True if the stored committed boundary is boundary `epoch`."""
         return self.committed is not None and self.committed.stamp.epoch == epoch
 

@@ -110,8 +110,8 @@ class CheckpointCollector:
     def blocking_task(self, view: JobView, stamp: Stamp) -> int | None:
         """Returns a task whose file is missing for good, so that no leader can complete the checkpoint of `stamp`.
 
-        That is 0 if a roll-back undid the boundary. Returns None if it may still become a checkpoint. Later checkpoints
-        do not matter here.
+        Returns 0 if a roll-back undid the boundary; None if it may still become a checkpoint. Later checkpoints do not
+        matter here.
         """
         if view.epoch is not None and stamp.attempt < view.epoch.record.lineage:
             return 0  # undone

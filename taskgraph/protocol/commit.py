@@ -33,19 +33,19 @@ from dataclasses import dataclass
 from taskgraph.protocol.messages import Report, Stamp
 from taskgraph.protocol.shared import unequal_tasks
 from taskgraph.protocol.sums import decode_sum, total
-from taskgraph.protocol.takeover import find_stranded
+from taskgraph.protocol.takeover import find_stranded_task
 from taskgraph.protocol.view import JobView
 
 __all__ = [
     "DIFFERENT_RESULTS_TEXT",
     "Action",
     "Commit",
-    "Diverged",
     "KeepWaiting",
     "Leader",
     "Restart",
     "SealTasks",
-    "Unequal",
+    "UnequalSharedState",
+    "UnequalSums",
 ]
 
 _CAUSE = "there is state that no snapshot holds, or a task is not deterministic: tg.testing.run tells which"
@@ -91,7 +91,7 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
-class Diverged:
+class UnequalSums:
     """The sums differ, so an edge seems to disagree: ask all tasks for their ledgers, which tell if one does.
 
     Attributes:
@@ -102,13 +102,13 @@ class Diverged:
 
 
 @dataclass(frozen=True, slots=True)
-class Unequal:
+class UnequalSharedState:
     """All tasks are done and all edges agree, but the shared state of these two tasks differs: the job fails."""
 
     tasks: tuple[int, int]
 
 
-Action = KeepWaiting | SealTasks | Commit | Restart | Diverged | Unequal
+Action = KeepWaiting | SealTasks | Commit | Restart | UnequalSums | UnequalSharedState
 
 
 def _is_newer(report: Report, known: Report) -> bool:
@@ -191,7 +191,7 @@ class Leader:
         at = self.stamp
         return at is not None and stamp.attempt == at.attempt and at.epoch <= stamp.epoch <= at.epoch + self._ahead
 
-    def report(self, *reports: Report) -> bool:
+    def receive_reports(self, *reports: Report) -> bool:
         """Takes the reports of one message. Returns True if one of them is new and valid."""
         if self.stamp is None:
             return False
@@ -237,10 +237,12 @@ class Leader:
         """Computes `ready` and `urgent` again, after a report or a new stamp."""
         assert self.stamp is not None
         at = self.stamp.epoch
-        self.ready = self.is_complete(at)
+        self.ready = self.has_all_reports(at)
         # As in `_commit`: a task that is done with the next epoch no longer waits.
-        waits = any(self.is_complete(epoch) and not self.is_complete(epoch + 1) for epoch in self._awaited_epochs)
-        self.urgent = waits or self.is_complete(at + self.enough - 1)
+        waits = any(
+            self.has_all_reports(epoch) and not self.has_all_reports(epoch + 1) for epoch in self._awaited_epochs
+        )
+        self.urgent = waits or self.has_all_reports(at + self.enough - 1)
 
     def lacks_task_0(self) -> bool:
         """True if a task waits for the commit of an epoch in which all tasks but task 0 are done."""
@@ -272,7 +274,7 @@ class Leader:
         return dict(found.reports) if found is not None else {}
 
     def numbers(self, epoch: int, own: Mapping[str, float] | None = None) -> dict[int, Mapping[str, float]] | None:
-        """Returns task -> its numbers in an epoch, for tasks that have some; None while a task is not done.
+        """Returns task -> the numbers that it reported in an epoch, for tasks with some; None while a task is not done.
 
         Args:
             own: the numbers that task 0 will report, if it has computed the epoch; then it need not be done.
@@ -298,7 +300,7 @@ class Leader:
         own = found.reports.get(0)
         return found.done == self._tasks - 1 and (own is None or not own.done)
 
-    def is_complete(self, epoch: int) -> bool:
+    def has_all_reports(self, epoch: int) -> bool:
         """True if every task has reported on the epoch, idle or done."""
         found = self._reports.get(epoch)
         return found is not None and len(found.reports) == self._tasks
@@ -310,12 +312,12 @@ class Leader:
 
     def blocking(self, view: JobView) -> tuple[int, ...]:
         """Returns the tasks that the epoch at work waits for: those without a report in their current term; else those
-        that are not done; else a task that would be lost after the commit (`find_stranded`)."""
+        that are not done; else a task that would be lost after the commit (`find_stranded_task`)."""
         if missing := self.unreported(view):
             return missing
         if idle := tuple([task for task, report in self.reports().items() if not report.done]):
             return idle
-        task = find_stranded(view)
+        task = find_stranded_task(view)
         return () if task is None else (task,)
 
     def decide(self, view: JobView, *, settled: bool = False) -> Action:
@@ -332,8 +334,10 @@ class Leader:
         terms = self._terms(view)
         if self._agrees(self.stamp.epoch, terms):
             if (unequal := self._unequal_tasks(self.stamp.epoch, view)) is not None:
-                return Restart(DIFFERENT_RESULTS_TEXT) if self._was_primary_replaced(view) else Unequal(unequal)
-            if (task := find_stranded(view)) is not None:
+                return (
+                    Restart(DIFFERENT_RESULTS_TEXT) if self._was_primary_replaced(view) else UnequalSharedState(unequal)
+                )
+            if (task := find_stranded_task(view)) is not None:
                 return KeepWaiting((task,), "its primary is gone, and no backup could take over after the commit")
             return self._commit(view, terms)
         if missing := self.unreported(view):
@@ -344,12 +348,12 @@ class Leader:
             if not _sums_agree(reports) and not settled:
                 return KeepWaiting(tuple(r.task for r in idle), "a message is still on its way")
             if not _sums_agree(reports):
-                return Diverged(self._was_primary_replaced(view))
+                return UnequalSums(self._was_primary_replaced(view))
             open_seals = tuple((r.task, r.version) for r in idle if self._sealed.get(r.task) != (r.term, r.version))
             if open_seals:
                 return SealTasks(open_seals)
             return KeepWaiting(tuple(r.task for r in idle), "sealed, not done yet")
-        return Restart(DIFFERENT_RESULTS_TEXT) if self._was_primary_replaced(view) else Diverged()
+        return Restart(DIFFERENT_RESULTS_TEXT) if self._was_primary_replaced(view) else UnequalSums()
 
     def _terms(self, view: JobView) -> dict[int, int]:
         """Returns the current term of every task, 0 before its first primary."""

@@ -39,7 +39,7 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.protocol.passes import Options, Pass, PassCounts, Ticket, piece_order
 
-__all__ = ["Aside", "ErrorOutcome", "PassCounts", "QueueLedger", "Slow", "Ticket", "piece_order"]
+__all__ = ["ErrorOutcome", "PassCounts", "QueueLedger", "SetAsidePiece", "SlowPiece", "Ticket", "piece_order"]
 
 _DURATIONS: Final = 64
 """The median is that of the newest durations: pieces may become slower or faster in the course of a run."""
@@ -60,7 +60,7 @@ class ErrorOutcome(StrEnum):
     """The piece is no longer the holder's: nothing follows."""
 
 
-class Slow(NamedTuple):
+class SlowPiece(NamedTuple):
     """A piece that its newest holder has had for longer than `straggler` times the median: `seconds`."""
 
     pass_number: int
@@ -69,7 +69,7 @@ class Slow(NamedTuple):
     seconds: float
 
 
-class Aside(NamedTuple):
+class SetAsidePiece(NamedTuple):
     """A piece that was set aside, the holder whose error was one too many, and the end of its traceback."""
 
     pass_number: int
@@ -115,7 +115,7 @@ class QueueLedger:
         self._open: list[Pass] = []
         self._ended: deque[PassCounts] = deque(maxlen=_ENDED_PASSES)
         self._durations: deque[float] = deque(maxlen=_DURATIONS)
-        self._aside: list[Aside] = []
+        self._aside: list[SetAsidePiece] = []
         self._set_aside = 0
         self.done = 0
         """Pieces done, in all passes."""
@@ -187,7 +187,7 @@ class QueueLedger:
             text: the traceback.
         """
         at = self._pass(ticket.pass_number)
-        if at is None or not self.has(holder, ticket):
+        if at is None or not self.is_dealt_to(holder, ticket):
             return ErrorOutcome.LATE
         if ticket.attempt != at.errors.get(ticket.piece, 0):
             at.give_back(holder, ticket.piece)
@@ -211,7 +211,7 @@ class QueueLedger:
         at.aside.add(taken[0])
         self._set_aside += 1
         if len(self._aside) < _KEPT_ERRORS:
-            self._aside.append(Aside(ticket.pass_number, ticket.piece, holder, text[-_ERROR_CHARACTERS:]))
+            self._aside.append(SetAsidePiece(ticket.pass_number, ticket.piece, holder, text[-_ERROR_CHARACTERS:]))
         self._end_passes()
         return True
 
@@ -265,7 +265,7 @@ class QueueLedger:
         return sorted(self._durations)[len(self._durations) // 2] if self._durations else None
 
     @property
-    def set_aside(self) -> tuple[Aside, ...]:
+    def set_aside(self) -> tuple[SetAsidePiece, ...]:
         """The first thousand pieces that were set aside, in order. `set_aside_count` says how many there are."""
         return tuple(self._aside)
 
@@ -291,7 +291,7 @@ class QueueLedger:
         at = self._pass(pass_number)
         return at.errors.get(piece, 0) if at else 0
 
-    def has(self, holder: str, ticket: Ticket) -> bool:
+    def is_dealt_to(self, holder: str, ticket: Ticket) -> bool:
         """True if the piece is dealt to the holder, and not finished."""
         at = self._pass(ticket.pass_number)
         dealing = at.dealt.get(ticket.piece) if at else None
@@ -328,17 +328,17 @@ class QueueLedger:
         since = (max(dealing.holders.values()) for at in self._open for dealing in at.dealt.values())
         return min((one + limit for one in since if one + limit >= now), default=None)
 
-    def slow(self, now: float) -> list[Slow]:
+    def slow(self, now: float) -> list[SlowPiece]:
         """Returns the dealt pieces whose newest holder takes more than `straggler` times the median, longest first."""
         limit = self._slow_after_s()
         if limit is None:
             return []
-        found: list[Slow] = []
+        found: list[SlowPiece] = []
         for at in self._open:
             for piece, dealing in at.dealt.items():
                 holder, since = max(dealing.holders.items(), key=lambda held: (held[1], held[0]))
                 if now - since > limit:
-                    found.append(Slow(at.number, piece, holder, now - since))
+                    found.append(SlowPiece(at.number, piece, holder, now - since))
         return sorted(found, key=lambda one: (-one.seconds, one.pass_number, one.piece))
 
     # -- as a value -------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class QueueLedger:
         made._open = [Pass.of(made._options, one) for one in state["open"]]
         made._ended.extend(PassCounts(*counts) for counts in state["ended"])
         made._durations.extend(state["durations"])
-        made._aside = [Aside(*one) for one in state["aside"]]
+        made._aside = [SetAsidePiece(*one) for one in state["aside"]]
         made.done, made.rows, made._set_aside = state["counted"]
         return made
 

@@ -16,7 +16,7 @@ from taskgraph.protocol.records import name_of
 from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Decision", "decide", "device_error", "hint"]
+__all__ = ["Decision", "decide", "device_error", "illegal_access_hint"]
 
 _MODULES = ("cupy_backends.",)
 """The start of the modules with CuPy's errors of CUDA's runtime, driver and libraries."""
@@ -56,8 +56,8 @@ def _is_device_error(kind: type) -> bool:
     return (module, class_name(kind)) in _CLASSES or (module.startswith(_MODULES) and module != _COMPILER_MODULE)
 
 
-def hint(error: BaseException) -> str:
-    """Returns a hint on the cause of a device error, to add to its text; "" if there is none."""
+def illegal_access_hint(error: BaseException) -> str:
+    """Returns a hint on the cause of an illegal access, to add to the error's text; "" for other device errors."""
     said = str(error).replace("_", "").lower()
     if "illegaladdress" not in said and not said.endswith("cuda error 700"):
         return ""

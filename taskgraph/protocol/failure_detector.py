@@ -172,13 +172,13 @@ class FailureDetector:
         known = None if node is None else self._known.get(node)
         return None if known is None else known.refusing
 
-    def port_counts(self, node: str) -> bool:
+    def is_refusal_news(self, node: str) -> bool:
         """True if a refusal by the node's port would be news: none is known, and the node is not `trusted`."""
         known = self._known.get(node)
         return known is None or (known.refusing is None and not known.trusted)
 
     def port_refused(self, node: str, now: float) -> None:
-        """Notes that all endpoints of a node refused a probe's connections. Only to be called if its port counts."""
+        """Notes that all endpoints of a node refused a probe's connections. Only if `is_refusal_news`."""
         self._evidence_of(node).refusing = RefusingPort(now)
 
     def connection_lost(self, node: str) -> None:
@@ -196,7 +196,7 @@ class FailureDetector:
         was, known.refusing, known.trusted = known.refusing, None, trusted
         return was is not None
 
-    def refusing(self, view: JobView, now: float) -> tuple[list[str], list[str]]:
+    def split_refusing(self, view: JobView, now: float) -> tuple[list[str], list[str]]:
         """Returns the registered nodes whose port refuses, in two lists: those to probe again, and living ones.
 
         A node is alive if its key is there a TTL after the refusal: a lease that was not renewed would have expired.
@@ -212,7 +212,7 @@ class FailureDetector:
                 (alive if renewed else probed).append(node)
         return probed, alive
 
-    def takers_back(self, view: JobView) -> dict[str, int]:
+    def nodes_that_took_back(self, view: JobView) -> dict[str, int]:
         """Returns the nodes whose port refuses and that live: node -> a task that it took back from this node.
 
         The caller then trusts them. Otherwise two such nodes would take over from each other as fast as etcd answers.
@@ -236,12 +236,12 @@ class FailureDetector:
             known.heard_at, known.silent = (now if node in expected else None), False
 
     def heard(self, node: str, now: float) -> None:
-        """Notes that the node answered; the next `find_silent` counts that."""
+        """Notes that the node answered; the next `find_newly_silent` counts that."""
         known = self._known.get(node)
         if known is not None and known.heard_at is not None:
             known.heard_at = now
 
-    def find_silent(self, now: float, least_s: float) -> list[str]:
+    def find_newly_silent(self, now: float, least_s: float) -> list[str]:
         """Decides anew which nodes are silent, and returns those that were not before.
 
         A node is silent after a TTL without an answer. A node that hears fewer others waits longer, up to two TTLs: of

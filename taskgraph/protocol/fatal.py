@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from taskgraph.protocol.records import GoneRecord, RunningCode
 from taskgraph.protocol.view import JobView, Versioned
 
-__all__ = ["Fatal", "find_fatal"]
+__all__ = ["DeadlyCode", "find_deadly_code"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fatal:
+class DeadlyCode:
     """Code of one task in one epoch, and the nodes that died while it ran, with their records, oldest first."""
 
     task: int
     epoch: int
     deaths: dict[str, GoneRecord]
 
-    def counts(self, ran: RunningCode) -> bool:
+    def includes(self, ran: RunningCode) -> bool:
         """True if `ran` is code of this task in this epoch, or in a replica of the task that was never primary."""
         return ran.task == self.task and ran.epoch in (self.epoch, -1)
 
 
-def find_fatal(view: JobView, limit: int) -> Fatal | None:
+def find_deadly_code(view: JobView, limit: int) -> DeadlyCode | None:
     """Finds the task and epoch during whose code the most nodes died; None if fewer than `limit` did.
 
     Deaths in committed epochs do not count, nor deaths in a `setup` that succeeded later, nor deaths by a command.
@@ -43,7 +43,7 @@ def find_fatal(view: JobView, limit: int) -> Fatal | None:
             found.setdefault(place, {})[node] = view.gone[node].record
     task, epoch = max(found, key=lambda place: (len(found[place]), -place[0]), default=(0, 0))
     deaths = found.get((task, epoch), {})
-    return Fatal(task, epoch, deaths) if len(deaths) >= limit else None
+    return DeadlyCode(task, epoch, deaths) if len(deaths) >= limit else None
 
 
 def _blamed(view: JobView, gone: Versioned[GoneRecord], at: int) -> Iterator[tuple[int, int]]:

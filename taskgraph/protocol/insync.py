@@ -12,8 +12,8 @@
    take over from the moment when the admitting write may exist, until the evicting write is known to exist.
 2. Members that a takeover reads are `member`. Members that an earlier term evicted are `marked`: only an eviction of
    the own term counts. After the next commit they cannot take over, so they are admitted again or evicted.
-3. The caller calls `admitting` and `evicting` before it sends the write, and `admitted` and `evicted` when it knows the
-   outcome.
+3. The caller calls `begin_admission` or `begin_eviction` before it sends the write, and `end_admission` or
+   `end_eviction` when it knows the outcome.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from enum import StrEnum
 
-__all__ = ["InSync", "MemberState"]
+__all__ = ["InSyncSet", "MemberState"]
 
 Key = tuple[int, int, int]
 """A boundary's (epoch, attempt, term)."""
@@ -40,7 +40,7 @@ class MemberState(StrEnum):
 _MUST_ACKNOWLEDGE = frozenset({MemberState.ADMITTING, MemberState.MEMBER, MemberState.MARKED, MemberState.EVICTING})
 
 
-class InSync:
+class InSyncSet:
     """The in-sync set of a task: the state of each node except the primary's own, which has every boundary."""
 
     def __init__(self, members: Iterable[str], *, marked: Iterable[str] = ()) -> None:
@@ -186,24 +186,24 @@ class InSync:
         state = self._states.get(node)
         return state in (MemberState.CANDIDATE, MemberState.MARKED) and bool(self._current) and not self.missing(node)
 
-    def admitting(self, node: str) -> None:
+    def begin_admission(self, node: str) -> None:
         """Notes that the admitting write is about to be sent."""
         if not self.may_admit(node):
             raise ValueError(f"{node} is {self._states.get(node)}, not a candidate with every boundary")
         self._set_state(node, MemberState.ADMITTING)
 
-    def admitted(self, node: str, written: bool) -> None:
+    def end_admission(self, node: str, written: bool) -> None:
         """Notes the known outcome of the admitting write: the node is a member now, or what it was before."""
         if self._states.get(node) is MemberState.ADMITTING:
             self._set_after_write(node, written, MemberState.MEMBER if written else MemberState.CANDIDATE)
 
-    def evicting(self, node: str) -> None:
+    def begin_eviction(self, node: str) -> None:
         """Notes that the evicting write is about to be sent. The node's acknowledgements are needed until it exists."""
         if self._states.get(node) not in (MemberState.MEMBER, MemberState.MARKED):
             raise ValueError(f"{node} is {self._states.get(node)}, not a member")
         self._set_state(node, MemberState.EVICTING)
 
-    def evicted(self, node: str, written: bool) -> None:
+    def end_eviction(self, node: str, written: bool) -> None:
         """Notes the known outcome of the evicting write: the node has left the set, or is what it was before."""
         if self._states.get(node) is MemberState.EVICTING:
             self._set_after_write(node, written, None if written else MemberState.MEMBER)

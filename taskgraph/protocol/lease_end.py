@@ -42,8 +42,7 @@ class LeaseEnd:
         """Handles an answer to a question that was sent at `sent_at`. Returns the seconds until the next question.
 
         Args:
-            left_s: whole seconds, rounded down; None: etcd deleted the lease and its keys, which a watch reports, so
-                nothing changes here.
+            left_s: whole seconds, rounded down; None: etcd deleted the lease and its keys, which a watch reports.
         """
         if left_s is None:
             return _INTERVAL_S

@@ -50,7 +50,7 @@ __all__ = [
     "Flag",
     "HandOver",
     "Item",
-    "Kept",
+    "KeptBuffers",
     "LedgerEntry",
     "LedgerPage",
     "Message",
@@ -238,7 +238,7 @@ class Answer(_Message, frozen=True, tag=True):
     value: Encoded
 
 
-class Kept(NamedTuple):
+class KeptBuffers(NamedTuple):
     """Which buffers of a value are not sent, since the receiver has them in another value, the base.
 
     Attributes:
@@ -272,7 +272,7 @@ class Offer(_Message, frozen=True, tag=True):
     candidate: bool
     invitation: int
     value: Encoded
-    kept: Kept | None = None
+    kept: KeptBuffers | None = None
 
 
 class Offers(_Message, frozen=True, tag=True):
@@ -314,7 +314,7 @@ class Report(_Message, frozen=True, tag=True):
     """Primary to leader: the state of a task in an epoch.
 
     Attributes:
-        done: all processors of the task returned; otherwise it is idle, and waits for the seal.
+        done: all processors returned; otherwise the task is idle, and waits for the seal.
         version: grows whenever the task stops being idle.
         sent, received: the two sums of its ledger (`sums.encode_sum`).
         finish: a processor called `epoch.finish`.

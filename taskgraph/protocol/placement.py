@@ -36,16 +36,16 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heapreplace
 from itertools import pairwise
 
-from taskgraph.protocol.assignment import Assignment, Holding, Seat, Wish
+from taskgraph.protocol.assignment import Assignment, CurrentReplicas, Seat, Wish
 
-__all__ = ["Holding", "Seat", "Wish", "place"]
+__all__ = ["CurrentReplicas", "Seat", "Wish", "place"]
 
 
 def place(
     seats: Sequence[Seat],
     tasks: int,
     backups: int,
-    holdings: Mapping[int, Holding],
+    holdings: Mapping[int, CurrentReplicas],
     needs_device: Callable[[int], bool] = lambda task: False,
     keep: frozenset[str] = frozenset(),
 ) -> dict[int, Wish]:
@@ -69,10 +69,10 @@ def place(
     plan.fill()
     while True:
         plan.spread_hosts()
-        plan.even_replicas()
+        plan.even_out_replicas()
         # All must run: each may find a step after the others found none.
-        steps = plan.hand_over(held_only=True) + plan.hand_over(held_only=False) + plan.even_primaries()
-        steps += plan.even_devices()
+        steps = plan.hand_over(held_only=True) + plan.hand_over(held_only=False) + plan.even_out_primaries()
+        steps += plan.even_out_devices()
         if not steps:
             return plan.wishes()
 
@@ -95,7 +95,7 @@ class _Plan(Assignment):
         for needs, eligible in ((True, self.device_seats), (False, range(self.seats))):
             fresh = [t for t, p in enumerate(self.primary) if p < 0 and self.needs[t] is needs]
             if eligible:
-                blocks = _even_shares([(self.primary_count(i), i) for i in eligible], len(fresh))
+                blocks = _deal_evenly([(self.primary_count(i), i) for i in eligible], len(fresh))
                 for task, seat in zip(fresh, (i for i in eligible for _ in range(blocks[i])), strict=True):
                     self.set_primary(task, seat)
 
@@ -119,7 +119,7 @@ class _Plan(Assignment):
         removes one share and changes no other wish, so wishes stay the same while nodes fulfil them.
         """
         lacking = [t for t, p in enumerate(self.primary) if p >= 0 for _ in range(self.size - len(self.holders(t)))]
-        shares = _even_shares([(self.replica_count(i), i) for i in range(self.seats)], len(lacking))
+        shares = _deal_evenly([(self.replica_count(i), i) for i in range(self.seats)], len(lacking))
         for task in lacking:
             taken = self.holders(task)
             free = [i for i in self.eligible_seats(task) if i not in taken]
@@ -147,12 +147,12 @@ class _Plan(Assignment):
                 self.drop_backup(task, max(doubles, key=lambda i: (i not in self.current[task], self.replica_count(i))))
                 self.add_backup(task, min(free, key=lambda i: (self.replica_count(i), self.tie_break(task, i))))
 
-    def even_replicas(self) -> None:
+    def even_out_replicas(self) -> None:
         """Moves backups from fuller to emptier seats, unless their task would be on fewer hosts."""
         while self._make_move(self.replica_count, self._move_backup):
             pass
 
-    def even_primaries(self) -> int:
+    def even_out_primaries(self) -> int:
         """Moves primaries from fuller seats to emptier ones without a replica of the task. Returns how many moved."""
         steps = 0
         while self._make_move(self.primary_count, self._move_primary):
@@ -160,8 +160,7 @@ class _Plan(Assignment):
         return steps
 
     def _make_move(self, load: Callable[[int], int], move: Callable[[int, int], bool]) -> bool:
-        """Makes one `move`, from the seat with the most `load` possible to that with the least. Returns False if none
-        is possible."""
+        """Makes one `move`, from the seat with the most `load` possible to the one with the least; False: none."""
         loads = sorted((load(i), i) for i in range(self.seats))
         for most, fuller in sorted(loads, key=lambda x: (-x[0], x[1])):
             for least, emptier in loads:
@@ -213,7 +212,7 @@ class _Plan(Assignment):
             most = max(seats, key=lambda i: (self.duplicates_host(task, i), self.replica_count(i), i == old))
             self.drop_backup(task, most)
 
-    def even_devices(self) -> int:
+    def even_out_devices(self) -> int:
         """Evens out the primaries that need a device. Returns how many moved.
 
         Each moves from the seat with the most to the seat with the fewest. If that one has as many primaries already,
@@ -262,10 +261,7 @@ class _Plan(Assignment):
             chains += 1
 
     def _chain(self, emptier: int, hand_overs: _HandOvers) -> list[int] | None:
-        """Finds the shortest chain of hand-overs to `emptier` from a seat with at least two primaries more.
-
-        Returns its seats, in order.
-        """
+        """Finds the shortest chain of seats to `emptier` from one with at least two primaries more; None: none."""
         after = {emptier: -1}
         ring = [emptier]
         while ring:
@@ -316,7 +312,7 @@ class _HandOvers:
         ]
 
 
-def _even_shares(loads: list[tuple[int, int]], number: int) -> dict[int, int]:
+def _deal_evenly(loads: list[tuple[int, int]], number: int) -> dict[int, int]:
     """Distributes `number` replicas to seats, as (load, seat), so that loads become even. Returns seat -> share."""
     shares = {seat: 0 for _, seat in loads}
     heap = sorted(loads)

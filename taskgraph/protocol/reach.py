@@ -13,7 +13,7 @@ import ipaddress
 
 from taskgraph.protocol.records import NodeRecord
 
-__all__ = ["describe_unreached", "host_of", "refusal_reason", "share_host", "tcp_address", "unix_socket"]
+__all__ = ["can_use_unix_socket", "describe_unreached", "host_of", "refusal_reason", "tcp_address", "unix_socket"]
 
 
 def unix_socket(endpoint: str) -> tuple[str, str]:
@@ -35,7 +35,7 @@ def host_of(key: str) -> str:
     return key.partition(".")[0]
 
 
-def share_host(one: NodeRecord, other: NodeRecord) -> bool:
+def can_use_unix_socket(one: NodeRecord, other: NodeRecord) -> bool:
     """True if the nodes reach each other by unix sockets: they are of one user on one host."""
     return not set(_unix_keys(one)).isdisjoint(_unix_keys(other))
 
@@ -93,7 +93,7 @@ def refusal_reason(ours: NodeRecord, other: NodeRecord) -> str:
 def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
     """True if `other` certainly cannot connect to `node`. False if that is not known."""
     keys, theirs = _unix_keys(node), _unix_keys(other)
-    if not keys or not theirs or share_host(node, other):
+    if not keys or not theirs or can_use_unix_socket(node, other):
         return False
     loopbacks = [] if _on_same_host(node, other) else _loopback_addresses(node)
     return len(keys) + len(loopbacks) == len(node.endpoints)

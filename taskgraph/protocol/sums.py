@@ -31,8 +31,8 @@ __all__ = [
     "MessageLedger",
     "decode_sum",
     "encode_sum",
+    "entry_hash",
     "explain",
-    "identity",
     "total",
 ]
 
@@ -84,7 +84,7 @@ class Conflict(TaskGraphError):
         self.other = other
 
 
-def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) -> int:
+def entry_hash(kind: str, sender: int, receiver: int, name: str, digest: bytes) -> int:
     """Returns the number that both ends of an edge add to their sums: xxh3-128 of the entry's fields.
 
     The fields are encoded with their lengths, so different entries have different encodings.
@@ -142,7 +142,7 @@ class MessageLedger:
         elif (known := self._sent.get(key)) is not None:
             return _check_same_digest(True, key, known, digest)
         self._sent[key] = digest
-        header = _encoded_identities.get(key) or _encode_identity(key)  # as `identity`
+        header = _encoded_identities.get(key) or _encode_identity(key)  # as `entry_hash`
         self.sent_sum = (self.sent_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
@@ -158,7 +158,7 @@ class MessageLedger:
         elif (known := self._received.get(key)) is not None:
             return _check_same_digest(False, key, known, digest)
         self._received[key] = digest
-        header = _encoded_identities.get(key) or _encode_identity(key)  # as `identity`
+        header = _encoded_identities.get(key) or _encode_identity(key)  # as `entry_hash`
         self.received_sum = (self.received_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 

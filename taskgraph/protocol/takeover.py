@@ -20,7 +20,7 @@ from enum import StrEnum
 from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Move", "Succession", "find_stranded", "remaining_nodes", "sole_copies", "succession"]
+__all__ = ["Move", "Succession", "find_stranded_task", "remaining_nodes", "sole_copies", "succession"]
 
 
 class Move(StrEnum):
@@ -86,7 +86,7 @@ def succession(
     return Succession(Move.FROM_NOTHING if wished else Move.NOTHING)
 
 
-def find_stranded(view: JobView) -> int | None:
+def find_stranded_task(view: JobView) -> int | None:
     """Finds a stateful task with a gone primary that a node can take over now, but none after the next commit; None:
     there is none.
 

@@ -300,8 +300,7 @@ def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
 
 
 def _compare_members_gone(view: JobView, task: int, node: str | None) -> Iterable[Compare]:
-    """Yields comparisons of all member keys, and of the absence of the node keys of members with the committed
-    boundary, other than `node`."""
+    """Yields comparisons of all member keys, and of the absence of other nodes with the committed boundary."""
     holders = view.in_sync(task)
     for member, versioned in sorted(view.members_of(task).items()):
         yield Compare(view.keys.member(task, member), versioned.mod_revision)

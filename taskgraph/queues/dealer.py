@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.protocol.dealing import ErrorOutcome, PassCounts, QueueLedger, Slow, Ticket
+from taskgraph.protocol.dealing import ErrorOutcome, PassCounts, QueueLedger, SlowPiece, Ticket
 from taskgraph.queues.plan import Plan
 
 __all__ = ["AsideError", "Dealer"]
@@ -99,9 +99,11 @@ class Dealer:
             found.setdefault(pass_number, Counter())[state.get(place, "open")] += 1
         return [PassCounts(e, of["done"], of["dealt"], of["open"], of["aside"], 0) for e, of in sorted(found.items())]
 
-    def slow(self, now: float) -> list[Slow]:
+    def slow(self, now: float) -> list[SlowPiece]:
         """Returns the pieces that take too long, the longest first."""
-        return [Slow(*self._plan.pieces[one.piece], f"task {one.holder}", one.seconds) for one in self.ledger.slow(now)]
+        return [
+            SlowPiece(*self._plan.pieces[one.piece], f"task {one.holder}", one.seconds) for one in self.ledger.slow(now)
+        ]
 
     def _note_term(self, task: int, term: int) -> None:
         """Notes the term of a task that asks. A new term opens the pieces of the primary before, also finished ones."""
@@ -118,7 +120,7 @@ class Dealer:
     def _take_finished(self, task: int, finished: NDArray[np.int64], now: float) -> None:
         """Notes the pieces that a task has finished as done: index and rows of each."""
         holder, given = str(task), dict(finished.tolist())
-        strange = [index for index in given if not self.ledger.has(holder, Ticket(0, index, 0))]
+        strange = [index for index in given if not self.ledger.is_dealt_to(holder, Ticket(0, index, 0))]
         known = {*strange}.difference(ticket.piece for ticket in self.ledger.claim(holder, 0, strange, now))
         for index in given.keys() - known:
             self.ledger.finish(holder, Ticket(0, index, 0), now)
@@ -135,7 +137,7 @@ class Dealer:
     def _top_up(self, task: int, most: int, now: float) -> list[int]:
         """Deals pieces to a task, so that it has up to `most`. Returns all that it has."""
         holder = str(task)
-        mine = [index for index in self._mine.get(task, ()) if self.ledger.has(holder, Ticket(0, index, 0))]
+        mine = [index for index in self._mine.get(task, ()) if self.ledger.is_dealt_to(holder, Ticket(0, index, 0))]
         share = self.ledger.open // (_SHARES * self._tasks)
         if (wanted := min(most - len(mine), share if mine else max(1, share))) > 0:
             mine += [ticket.piece for ticket in self.ledger.deal(holder, wanted, now)]

@@ -32,7 +32,7 @@ _GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def memory_bytes(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
-    """Returns the memory that this process may use: the host's, or the limit of its control groups; 0: unknown.
+    """Returns the memory that this process may use: the host's, or the lower limit of its control groups; 0: unknown.
 
     Args:
         own: the file that lists the groups of this process.
@@ -97,7 +97,7 @@ def cores() -> int:
 
 
 def allowed_cores(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
-    """Returns how many cores' time this process may use: `cores`, or the quota of its control groups.
+    """Returns how many cores' time this process may use: `cores`, or the lower quota of its control groups.
 
     The arguments are those of `memory_bytes`.
     """
@@ -114,7 +114,7 @@ def allowed_cores(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
 
 
 def boot_id() -> str:
-    """Returns eight hex digits that identify this boot of the host, or its name if the boot is unknown."""
+    """Returns eight hex digits that identify this boot of the host, or just the host if the boot is unknown."""
     since = platform.node()
     with contextlib.suppress(OSError):
         since = Path("/proc/sys/kernel/random/boot_id").read_text()

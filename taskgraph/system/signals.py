@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import time
 
-__all__ = ["Orders", "obey_sigterm", "stop_ignoring_children"]
+__all__ = ["StopSignals", "obey_sigterm", "stop_ignoring_children"]
 
 _SAME_ORDER_S = 1.0
 """A signal that reaches a process several times does so within milliseconds; a person takes longer."""
 
 
-class Orders:
-    """Distinguishes a new order to end from a repetition of the last one.
+class StopSignals:
+    """Tells a signal that is a new order to end this process from one that repeats the first.
 
     A batch system, systemd or `timeout` may signal a process directly and through its parent. Each Ctrl-C is an order.
     """

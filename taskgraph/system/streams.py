@@ -11,7 +11,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DroppingOutput", "drop_unwritten", "never_wait", "open_missing", "prepare_streams", "wait_until_written"]
+__all__ = [
+    "DroppingOutput",
+    "bound_stderr_waits",
+    "drop_unwritten",
+    "open_missing",
+    "prepare_streams",
+    "wait_until_written",
+]
 
 _NAMES = ("stdin", "stdout", "stderr")
 _QUEUE_BYTES = 256 * 1024
@@ -39,7 +46,7 @@ def prepare_streams() -> None:
         sys.stderr = _text_stream(err, _DroppingFile(err.fileno()))
 
 
-def never_wait() -> None:
+def bound_stderr_waits() -> None:
     """Makes writing to standard error, after `prepare_streams`, wait for a slow reader `_SLOW_S` at most, then drop.
 
     A halted terminal or a pipe that is not read would block the event loop: no signal and no timeout ended the job.

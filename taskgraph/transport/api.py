@@ -59,7 +59,7 @@ class PendingReply:
     Attributes:
         reply: the reply, or None.
         done: the reply was settled or cancelled.
-        counter: counts this reply until it is done: who sets it adds 1, and the end of the reply takes that off.
+        counter: counts this reply until it is done; who sets it has added 1.
         listener: called with (number, reply) by `settle`; `number` was given to `listen`. May be set directly while
             there is no reply.
     """

@@ -41,7 +41,7 @@ def describe(call: Call) -> str:
 
 
 class OpenCall(CallFuture):
-    """The future of a call, for the transport that sent the call, and that settles or fails it."""
+    """The future of a call, for the transport that sent the call, and settles or fails it."""
 
     __slots__ = ("message",)
     message: Call  # also of one call of a pull for several epochs

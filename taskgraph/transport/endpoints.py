@@ -29,10 +29,10 @@ __all__ = [
     "descriptor_limit",
     "handed_over",
     "host_key",
-    "is_free",
+    "is_port_free",
     "listen_tcp",
     "listen_unix",
-    "no_free_port",
+    "no_free_port_error",
     "peer_pid",
     "tcp_endpoint",
     "tune_tcp",
@@ -118,17 +118,17 @@ def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
     for port in ports:
         if (listener := _listen_at(host, port)) is not None:
             return listener
-    raise no_free_port(host, ports)
+    raise no_free_port_error(host, ports)
 
 
-def is_free(host: str, port: int) -> bool:
+def is_port_free(host: str, port: int) -> bool:
     """True if `listen_tcp` would get the port now. Raises TransportError if the address cannot be used."""
     if (listener := _listen_at(host, port)) is not None:
         listener.close()
     return listener is not None
 
 
-def no_free_port(host: str, ports: Sequence[int]) -> TransportError:
+def no_free_port_error(host: str, ports: Sequence[int]) -> TransportError:
     return TransportError(
         f"cannot listen on {host}: its ports {min(ports)}-{max(ports)} are all taken, and a node takes two: give it a "
         f"wider range of --ports"

@@ -27,7 +27,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.transport.frames import PROTOCOL_VERSION, FrameKind, Limits
 from taskgraph.transport.refusals import printable
 
-__all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "refusal", "token_mark"]
+__all__ = ["HELLO_LIMITS", "DiallerHello", "HelloRefused", "ListenerHello", "refusal", "token_mark"]
 
 #: The most that a stranger can make this process read.
 HELLO_LIMITS = Limits(header=4096, buffers=0, payload=0)
@@ -110,7 +110,7 @@ def _parse(cls: type[S], data: bytes) -> S:
 
 
 class _Hello:
-    """The base of `Dialling` and `Answering`: one side of a hello.
+    """The base of `DiallerHello` and `ListenerHello`: one side of a hello.
 
     Attributes:
         node: this node.
@@ -145,7 +145,7 @@ class _Hello:
             raise DecodeError(f"{kind.name} where {self._expected.name} was expected")
 
 
-class Dialling(_Hello):
+class DiallerHello(_Hello):
     """The dialler's side of a hello."""
 
     def __init__(self, token: bytes, job: str, node: str, *, probe: bool) -> None:
@@ -181,7 +181,7 @@ class Dialling(_Hello):
         return []
 
 
-class Answering(_Hello):
+class ListenerHello(_Hello):
     """The listener's side of a hello."""
 
     def _proof_of(self, role: bytes) -> bytes:

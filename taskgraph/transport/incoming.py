@@ -13,7 +13,7 @@ from taskgraph.protocol.messages import Encoded, Message
 from taskgraph.transport.frames import LENT, Head
 from taskgraph.transport.wire import value_of
 
-__all__ = ["Digesting", "Incoming"]
+__all__ = ["Digesting", "IncomingMessage"]
 
 _CLEARED_BYTES = 4 << 10
 _DIGESTED_BYTES = 256 << 10  # values with more bulk, and less meta, are digested while they arrive
@@ -42,7 +42,7 @@ Digesting = Callable[[bytes, Sequence[int]], Hasher]
 """(meta, sizes of the buffers) -> the running digest of a value, to be updated with its buffers."""
 
 
-class Incoming:
+class IncomingMessage:
     """A message that is being received.
 
     Attributes:
@@ -120,7 +120,7 @@ class Incoming:
         """Returns the meta of the value, which has arrived."""
         return bytes(self._targets[0])
 
-    def buffers(self) -> tuple[memoryview, ...]:
+    def value_buffers(self) -> tuple[memoryview, ...]:
         """Returns the buffers of the value, received and lent, in order."""
         received = iter(self._targets[1:])
         return tuple((next(received) if lent is None else lent).toreadonly() for lent in self._lent)
@@ -133,7 +133,7 @@ class Incoming:
         """Puts the received payload into the value of the message. Returns the value; None: the message has none."""
         value = value_of(self.message)
         if value is not None:
-            value.complete(self.meta(), self.buffers())
+            value.complete(self.meta(), self.value_buffers())
         return value
 
     def is_undamaged(self, value: Encoded) -> bool | None:

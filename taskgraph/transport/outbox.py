@@ -52,7 +52,7 @@ class _LargePayload:
         self._at = 0
         self._offset = 0
 
-    def chunk(self) -> tuple[int, list[memoryview]]:
+    def take_chunk(self) -> tuple[int, list[memoryview]]:
         """Takes the next chunk; returns its size, and its pieces of memory."""
         size = room = min(CHUNK_BYTES, self.left)
         pieces = []
@@ -253,7 +253,7 @@ class Outbox:
         if large.opening is not None:
             yield large.opening
             large.opening = None
-        size, pieces = large.chunk()
+        size, pieces = large.take_chunk()
         yield Head(FrameKind.CHUNK, large.call, body=size).pack()
         yield from pieces
         if large.left:

@@ -30,7 +30,7 @@ from taskgraph.transport.frames import (
     check_rest,
     unpack_head,
 )
-from taskgraph.transport.incoming import Incoming
+from taskgraph.transport.incoming import IncomingMessage
 
 __all__ = ["FrameReader"]
 
@@ -50,8 +50,8 @@ class FrameReader:
     Args:
         limits: the largest sizes; may be replaced between two frames.
         on_open: called with the head of a CALL, TELL or REPLY, the sizes of its buffers and its header. Returns the
-            `Incoming` for the payload, or None to skip the payload. May raise DecodeError.
-        on_complete: called with an `Incoming` that has its whole payload.
+            `IncomingMessage` for the payload, or None to skip the payload. May raise DecodeError.
+        on_complete: called with an `IncomingMessage` that has its whole payload.
         on_whole: called with (kind, call, sizes, header, meta, carried) of a frame that is a complete message, in place
             of `on_open` and `on_complete`. The buffers of its value are either all lent, or consecutive in `carried`.
             May raise DecodeError.
@@ -67,8 +67,8 @@ class FrameReader:
         self,
         limits: Limits,
         *,
-        on_open: Callable[[Head, tuple[int, ...], bytes], Incoming | None],
-        on_complete: Callable[[Incoming], None],
+        on_open: Callable[[Head, tuple[int, ...], bytes], IncomingMessage | None],
+        on_complete: Callable[[IncomingMessage], None],
         on_whole: Callable[[FrameKind, int, tuple[int, ...], bytes, bytes, bytes], None],
         on_control: Callable[[Head, bytes], None],
         failed: Callable[[Exception], None] | None = None,
@@ -81,16 +81,16 @@ class FrameReader:
         self._on_whole = on_whole
         self._on_control = on_control
         self._failed = failed
-        self._partial: dict[int, Incoming] = {}  # by call: a session carries calls one way and replies the other
+        self._partial: dict[int, IncomingMessage] = {}  # by call: a session carries calls one way and replies the other
         self._memory = bytearray(self._usual_bytes)
         self._scratch = memoryview(self._memory)
         self._start = self._end = 0  # of the unread bytes in the scratch buffer
         self._head: Head | None = None  # its sizes and header are not complete
         self._packed = b""  # the bytes of that head
         self._needed = HEAD_BYTES  # bytes in the scratch buffer for the next step
-        self._sink: Incoming | None = None  # takes the current body; None: skip it
+        self._sink: IncomingMessage | None = None  # takes the current body; None: skip it
         self._body = 0  # missing bytes of the current body
-        self._direct: Incoming | None = None  # `buffer` returned memory of this message
+        self._direct: IncomingMessage | None = None  # `buffer` returned memory of this message
         self._stopped = False
 
     @property

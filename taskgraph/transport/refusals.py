@@ -38,7 +38,7 @@ class RefusalLog:
         self.count = 0
 
     def add(self, where: str, why: str) -> None:
-        """Counts a refused connection, and logs it, unless its reason was logged within `_EVERY_S`, or `_LINES` were.
+        """Counts a refused connection; logs it, unless its or too many reasons were logged within a minute.
 
         A stranger may have chosen `where` and `why`.
         """

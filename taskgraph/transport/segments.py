@@ -108,14 +108,14 @@ class _Arena:
         assert self.region is not None
         return self.region.address + begin, end - begin
 
-    def empty(self, offset: int, size: int) -> None:
+    def free(self, offset: int, size: int) -> None:
         """Gives a part of the arena, of which no segment is left, back to the kernel. May be called in any thread."""
         self._closed.append((offset, size))
         self._release_pages(offset, size)
 
-    def empty_unlocked(self, offset: int, size: int) -> None:
-        """Does as `empty` after the memory was page-locked: gives back all closed segments, which the lock kept."""
-        self.empty(offset, size)
+    def free_after_unlock(self, offset: int, size: int) -> None:
+        """Does as `free` after the memory was page-locked: gives back all closed segments, which the lock kept."""
+        self.free(offset, size)
         for piece in tuple(self._closed):
             self._release_pages(*piece)
 
@@ -146,9 +146,9 @@ class _ArenaSegment:
         if self.spoiled:
             return
         if pin is None:
-            self.arena.empty(self.offset, self.size)
+            self.arena.free(self.offset, self.size)
         else:
-            pin.then = partial(self.arena.empty_unlocked, self.offset, self.size)
+            pin.then = partial(self.arena.free_after_unlock, self.offset, self.size)
 
 
 def _anonymous() -> int:
@@ -238,7 +238,7 @@ class Pool:
             return None
         with self._lock:
             if self._garbage:
-                self._collect()
+                self._recycle()
             segment = self._take(nbytes)
             if segment is None:
                 return None
@@ -304,9 +304,9 @@ class Pool:
         """
         arena, self._arena = self._arena, None
         if arena is not None:
-            arena.empty(arena.cut, arena.size - arena.cut)
+            arena.free(arena.cut, arena.size - arena.cut)
 
-    def _collect(self) -> None:
+    def _recycle(self) -> None:
         """Makes segments whose blocks are garbage idle, to be used again. Closes those of retired arenas, and the
         oldest if there are too many bytes."""
         now, retired = self._clock(), False
@@ -340,7 +340,7 @@ class Pool:
     def trim(self) -> None:
         """Closes segments that were idle for long. Called periodically."""
         with self._lock:
-            self._collect()
+            self._recycle()
             now = self._clock()
             while self._idle and now - self._idle[0].freed_at > _IDLE_S:
                 self._drop_oldest()
@@ -351,7 +351,7 @@ class Pool:
         """Gives out no more memory. From now on no other process can open what is used. Views stay valid."""
         with self._lock:
             self._closed = True
-            self._collect()
+            self._recycle()
             self._end_arena()
             while self._idle:
                 self._drop_oldest()

@@ -42,8 +42,8 @@ from taskgraph.transport.frames import (
     Limits,
     OtherVersion,
 )
-from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused, refusal
-from taskgraph.transport.incoming import Digesting, Incoming
+from taskgraph.transport.hello import HELLO_LIMITS, DiallerHello, HelloRefused, ListenerHello, refusal
+from taskgraph.transport.incoming import Digesting, IncomingMessage
 from taskgraph.transport.lending import Borrowing, Lending
 from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.outbox import Outbox
@@ -127,7 +127,7 @@ class Session(asyncio.BufferedProtocol):
     get_buffer: Callable[[int], memoryview]  # type: ignore[assignment]  # the argument has another name
     buffer_updated: Callable[[int], None]  # type: ignore[assignment]
 
-    def __init__(self, owner: Owner, hello: Dialling | Answering, *, hello_s: float) -> None:
+    def __init__(self, owner: Owner, hello: DiallerHello | ListenerHello, *, hello_s: float) -> None:
         self._owner = owner
         self._hello = hello
         self._hello_s = hello_s
@@ -177,7 +177,7 @@ class Session(asyncio.BufferedProtocol):
         self.where = self.where or str(transport.get_extra_info("peername") or "a unix socket")
         self._timer = self._loop.call_later(self._hello_s, self._on_hello_timeout)
         self._owner.on_connected(self)
-        if isinstance(self._hello, Dialling):
+        if isinstance(self._hello, DiallerHello):
             self._send_hello(self._hello.open())
 
     def _on_reader_error(self, error: Exception) -> None:
@@ -302,8 +302,8 @@ class Session(asyncio.BufferedProtocol):
         if self.open:
             self._outbox.send(FrameKind.RETURN, header=leases)
 
-    def _on_open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
-        """Begins to receive a message of several frames; returns the `Incoming` for it, or None to skip its payload."""
+    def _on_open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> IncomingMessage | None:
+        """Begins to receive a message of several frames; returns the `IncomingMessage`, or None to skip its payload."""
         if not self._hello.done:
             raise DecodeError(f"a {head.kind.name} before the hello")
         if head.kind not in self._opening_kinds:
@@ -320,7 +320,7 @@ class Session(asyncio.BufferedProtocol):
             return None
         try:
             lent = self._borrowing.take(references) if references else ()
-            return Incoming(
+            return IncomingMessage(
                 head, sizes, message, lent=lent, allocate=self._owner.allocate, digesting=self._owner.digesting
             )
         except CannotBorrow as error:
@@ -401,7 +401,7 @@ class Session(asyncio.BufferedProtocol):
         """Forgets an admitted message whose lent memory cannot be opened. Its sender will send bytes."""
         raise NotImplementedError
 
-    def _on_complete(self, incoming: Incoming) -> None:
+    def _on_complete(self, incoming: IncomingMessage) -> None:
         """Handles a message of several frames that is complete."""
         raise NotImplementedError
 
@@ -419,7 +419,7 @@ class Session(asyncio.BufferedProtocol):
     def _on_decline(self, call: int) -> None:
         """Called if the peer cannot open the memory that was lent with the message of a call."""
 
-    async def _complete(self, incoming: Incoming) -> Any:
+    async def _complete(self, incoming: IncomingMessage) -> Any:
         """Returns the message with its value. If the value is damaged, ends the session and raises PeerLost."""
         value = incoming.complete()
         if value is None:
@@ -427,7 +427,7 @@ class Session(asyncio.BufferedProtocol):
         whole = incoming.is_undamaged(value)
         return self._check_value(incoming.message, value, await self._owner.verify(value) if whole is None else whole)
 
-    def _complete_now(self, incoming: Incoming) -> Any:
+    def _complete_now(self, incoming: IncomingMessage) -> Any:
         """Returns the message with its value, which is small, or none. If the value is damaged, ends the session and
         raises PeerLost.
         """

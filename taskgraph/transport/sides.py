@@ -17,8 +17,8 @@ from taskgraph.transport.api import PendingReply
 from taskgraph.transport.calls import OpenCall, answer, answer_all_now, answer_later, answer_now, describe
 from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, DeviceTicket, OpenMemory
 from taskgraph.transport.frames import FrameKind, Head
-from taskgraph.transport.hello import Answering, Dialling
-from taskgraph.transport.incoming import Incoming
+from taskgraph.transport.hello import DiallerHello, ListenerHello
+from taskgraph.transport.incoming import IncomingMessage
 from taskgraph.transport.mappings import CannotBorrow
 from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session, call_on_loop_soon
 from taskgraph.transport.wire import REPLY_OF
@@ -64,7 +64,7 @@ class DialledSession(Session):
 
     _opening_kinds = (FrameKind.REPLY, FrameKind.REPLY_ON_DEVICE)
 
-    def __init__(self, owner: Owner, hello: Dialling, *, wanted: str, hello_s: float) -> None:
+    def __init__(self, owner: Owner, hello: DiallerHello, *, wanted: str, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
         self.wanted = wanted  # the node to be called; another node may listen there now
         self._pending: dict[int, _PendingCall] = {}
@@ -173,7 +173,7 @@ class DialledSession(Session):
                 pending.message = pending.message.each(pending.number - pending.first)
             self._send_call(pending, wire.value_of(pending.message))
 
-    def _on_complete(self, incoming: Incoming) -> None:
+    def _on_complete(self, incoming: IncomingMessage) -> None:
         if incoming.head.kind is FrameKind.REPLY_ON_DEVICE:
             self._on_tickets(incoming)
             return
@@ -189,7 +189,7 @@ class DialledSession(Session):
             work = self._settle_later(pending, incoming)
             self._owner.tasks.spawn(work, name=f"verify a reply of {self.peer}")
 
-    async def _settle_later(self, pending: _PendingCall, incoming: Incoming) -> None:
+    async def _settle_later(self, pending: _PendingCall, incoming: IncomingMessage) -> None:
         """Checks the value of a large reply in a thread, then settles the call."""
         try:
             pending.settle(await self._complete(incoming))
@@ -199,7 +199,7 @@ class DialledSession(Session):
             pending.fail(PeerLost("this node's transport is closed"))
             raise
 
-    def _on_tickets(self, incoming: Incoming) -> None:
+    def _on_tickets(self, incoming: IncomingMessage) -> None:
         """Handles a reply with tickets for device memory: takes its value there, after a thread has opened the
         memory.
         """
@@ -219,7 +219,7 @@ class DialledSession(Session):
             self._take_from_device(pending, incoming, value, tickets)
 
     async def _open_and_take(
-        self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[DeviceTicket]
+        self, pending: _PendingCall, incoming: IncomingMessage, value: Encoded, tickets: Sequence[DeviceTicket]
     ) -> None:
         """Opens the memory of tickets in a thread, then takes the value; on an error, declines device memory."""
         try:
@@ -234,7 +234,7 @@ class DialledSession(Session):
             self._take_from_device(pending, incoming, value, tickets)
 
     def _take_from_device(
-        self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[DeviceTicket]
+        self, pending: _PendingCall, incoming: IncomingMessage, value: Encoded, tickets: Sequence[DeviceTicket]
     ) -> None:
         """Settles a call with a value in open device memory; on an error, declines device memory."""
         try:
@@ -295,7 +295,7 @@ class AcceptedSession(Session):
 
     _opening_kinds = (FrameKind.CALL, FrameKind.TELL)
 
-    def __init__(self, owner: Owner, hello: Answering, *, hello_s: float) -> None:
+    def __init__(self, owner: Owner, hello: ListenerHello, *, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
         # Number of a call -> the task or the pending reply; None while the call is received.
         self._calls: dict[int, asyncio.Future[Any] | PendingReply | None] = {}
@@ -356,7 +356,7 @@ class AcceptedSession(Session):
     def _on_decline(self, call: int) -> None:
         self._devices.take_back(call)  # the peer skipped that reply
 
-    def _on_complete(self, incoming: Incoming) -> None:
+    def _on_complete(self, incoming: IncomingMessage) -> None:
         call = incoming.head.call
         if wire.value_of(incoming.message) is None:
             self._take(incoming.head.kind, call, cast(Call, incoming.message))
@@ -422,7 +422,7 @@ class AcceptedSession(Session):
         if self._calls.get(number) is task:  # else the call was cancelled, or its reply is copied from a device
             del self._calls[number]
 
-    async def _receive_and_answer(self, incoming: Incoming) -> Reply:
+    async def _receive_and_answer(self, incoming: IncomingMessage) -> Reply:
         """Completes a call with a value, and returns its reply."""
         call = await self._complete(incoming)
         del incoming  # see `_serve`

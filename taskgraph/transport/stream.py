@@ -30,7 +30,7 @@ from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import OnLost, Peer, PendingReply, Serve
 from taskgraph.transport.calls import OpenCall, OwnedTasks, answer_now, call_self, describe, try_answer_all_now
-from taskgraph.transport.hello import Answering, Dialling
+from taskgraph.transport.hello import DiallerHello, ListenerHello
 from taskgraph.transport.incoming import Digesting
 from taskgraph.transport.mappings import Mappings
 from taskgraph.transport.refusals import RefusalLog
@@ -507,7 +507,7 @@ class StreamTransport:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in _CLOSED_ERRORS:
                 raise _BrokeInHello(str(error)) from error
             raise
-        hello = Dialling(self._token, self._job, self._node, probe=probe)
+        hello = DiallerHello(self._token, self._job, self._node, probe=probe)
         session = DialledSession(self, hello, wanted=peer.node, hello_s=self._settings.connect_s)
         session.where = endpoint
         try:
@@ -558,7 +558,7 @@ class StreamTransport:
 
     def _accept(self) -> AcceptedSession:
         """Makes the session of an accepted connection."""
-        hello = Answering(self._token, self._job, self._node)
+        hello = ListenerHello(self._token, self._job, self._node)
         return AcceptedSession(self, hello, hello_s=self._settings.connect_s)
 
     def on_connected(self, session: Session) -> None:

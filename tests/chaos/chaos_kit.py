@@ -29,7 +29,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.node.inject import VARIABLE
-from taskgraph.protocol.placement import Holding, Seat, place
+from taskgraph.protocol.placement import CurrentReplicas, Seat, place
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.results import plain_value
@@ -209,7 +209,7 @@ class Chaos:
     def _placed(self, view: JobView) -> bool:
         """Whether placement wishes for nothing that is not so."""
         seats = [Seat(n, v.record.host, v.record.devices) for n, v in view.nodes.items() if not v.record.draining]
-        held = {t: Holding(view.primary_node(t), tuple(view.in_sync(t))) for t in view.primaries}
+        held = {t: CurrentReplicas(view.primary_node(t), tuple(view.in_sync(t))) for t in view.primaries}
         wishes = place(seats, len(held), self.options.get("backups", 1), held)
         return all(
             (wish.primary, {wish.primary, *wish.backups}) == (now.primary, {now.primary, *now.members})

@@ -15,7 +15,7 @@ from processes_kit import free_port
 
 from taskgraph.coordination.embedded import find_etcd, version_of
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.coordination.public import keeping_options
+from taskgraph.coordination.public import durability_options
 from taskgraph.errors import Unavailable
 
 _LIMIT_S = 100.0
@@ -38,7 +38,7 @@ class Etcds:
 
     async def start(self, *members: int) -> None:
         """Starts members, and waits until the cluster answers."""
-        options = keeping_options(await version_of(find_etcd()))
+        options = durability_options(await version_of(find_etcd()))
         cluster = ",".join(f"m{i}=http://{self._host}:{peer}" for i, (_, peer) in enumerate(self._ports))
         for i in members:
             client, peer = (f"http://{self._host}:{port}" for port in self._ports[i])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
-from taskgraph.coordination.public import keeping_options
+from taskgraph.coordination.public import durability_options
 
 
 class KeptEtcd(EmbeddedEtcd):
@@ -35,5 +35,5 @@ class KeptEtcd(EmbeddedEtcd):
 
     def _command(self, binary: Path, name: str, data: Path, client_url: str, peer_url: str) -> list[str]:
         command = super()._command(binary, name, self._data or data, client_url, peer_url)
-        keeping = keeping_options(self.version) if self._data is not None else []
+        keeping = durability_options(self.version) if self._data is not None else []
         return [*command, *keeping, *self._arguments]

@@ -23,7 +23,7 @@ import taskgraph
 from taskgraph.clusters.credentials import job_certificates
 from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.coordination.public import Public
+from taskgraph.coordination.public import PublicEtcd
 from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.protocol.kv import Put, Txn
 
@@ -331,7 +331,7 @@ async def test_etcd_for_other_hosts_goes_on_elsewhere_with_its_data(temporary: P
     for name, data in job_certificates("fit").items():
         (temporary / name).write_bytes(data)
     access = {name: str(temporary / f"{name}.pem") for name in ("ca", "cert", "key")}
-    public = Public(host="localhost", data=temporary / "data", tls=access, name="fit")
+    public = PublicEtcd(host="localhost", data=temporary / "data", tls=access, name="fit")
     address = temporary / "address"
     with pytest.raises(Unavailable, match="address"):
         await EtcdCoordinator.connect(f"file:{address}", **access)

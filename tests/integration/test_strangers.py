@@ -37,7 +37,7 @@ from taskgraph.settings import Settings
 from taskgraph.transport import endpoints
 from taskgraph.transport.api import Peer
 from taskgraph.transport.frames import HEAD_BYTES, FrameKind, Head, pack_frame
-from taskgraph.transport.hello import Dialling
+from taskgraph.transport.hello import DiallerHello
 from taskgraph.transport.refusals import _EVERY_S
 from taskgraph.transport.stream import MAX_STRANGERS, StreamTransport
 
@@ -177,7 +177,7 @@ async def another_job(door: Door) -> str:
 
 async def replayed_hello(door: Door) -> str:
     """Everything that an honest node said when it got in, said again."""
-    hello = Dialling(door.rig.entry.token_bytes, door.rig.spec.name, "visitor-1", probe=True)
+    hello = DiallerHello(door.rig.entry.token_bytes, door.rig.spec.name, "visitor-1", probe=True)
     said = b""
     async with door.knock() as (reader, writer):
         hello.binding = channel_binding(writer.get_extra_info("ssl_object"))

@@ -226,7 +226,7 @@ class World:
         self.net.remove(message)
         self.note(f"{receiver} takes {content} of {sender}")
         if isinstance(content, core.SendReport):
-            if not peer.core.report(sender, content.view, content.report):
+            if not peer.core.receive_report(sender, content.view, content.report):
                 self.net.append(message)
         elif isinstance(content, Contribution):
             self.take(peer, sender, content, sums)
@@ -235,12 +235,14 @@ class World:
             self.join_slices(peer)
         elif isinstance(content, core.GiveTotals):
             before = peer.core.position
-            if content.first > before or not peer.core.total(content.view, content.first):
+            if content.first > before or not peer.core.receive_total(content.view, content.first):
                 self.net.append(message)  # too early
             elif peer.core.position > before:
                 peer.totals.append(sums[Span(0, 0)])
                 peer.own = {}
-        elif isinstance(content, core.Holds) and not peer.core.note_holds(sender, content.view, content.position):
+        elif isinstance(content, core.SendPosition) and not peer.core.receive_holds_totals(
+            sender, content.view, content.position
+        ):
             self.net.append(message)
         self.carry_out(peer)
 
@@ -310,7 +312,7 @@ class World:
     def take(self, peer: Peer, sender: str, content: Contribution, sums: dict[Span, str]) -> None:
         for span, value in sums.items():
             peer.received.setdefault((content.view, content.position, span), value)
-        if not peer.core.contribution(sender, content):
+        if not peer.core.receive_contribution(sender, content):
             peer.early.append((sender, content, sums))
 
     # -- one worker -------------------------------------------------------------------------------
@@ -413,20 +415,20 @@ class World:
                 given = core.GiveTotals(action.view, action.to, position, position + 1)
                 if KEEP_TOTALS or peer.user <= position:
                     self.net.append((peer.name, action.to, given, {Span(0, 0): peer.totals[position]}))
-        elif isinstance(action, core.Holds):
+        elif isinstance(action, core.SendPosition):
             self.net += [(peer.name, w, action, {}) for w in others]
-        elif isinstance(action, core.Stable):
+        elif isinstance(action, core.TotalsStable):
             for position in range(action.position):
                 if position >= len(peer.totals):
                     raise Broken(f"{peer.name} calls {position} stable and does not hold it")
                 given = self.out.setdefault(position, peer.totals[position])
                 if given != peer.totals[position]:
                     raise Broken(f"E3: {position} was given out as {given}, {peer.name} holds {peer.totals[position]}")
-        elif isinstance(action, core.Differ):
+        elif isinstance(action, core.UnequalTags):
             if set(action.outvoted) != self.liars:
                 raise Broken(f"E2: the totals of {action.outvoted} differ before {action.position}")
             peer.outvoted = action.outvoted
-        elif isinstance(action, core.NoneWhole):
+        elif isinstance(action, core.NoWholeWorker):
             self.lost = True
 
     def received(self, peer: Peer, before: int, position: int, span: Span) -> str:

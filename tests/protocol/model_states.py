@@ -1,7 +1,7 @@
 """The parts that a state of the model is made of, each kept once and known by a number.
 
 A state of a job is a row of small numbers: etcd, what each node read of it, and what each node holds and knows of each
-task. What a number stands for is real: a `JobView`, `Boundaries`, an `InSync`. So a step that touches a few parts is
+task. What a number stands for is real: a `JobView`, `Boundaries`, an `InSyncSet`. So a step that touches a few parts is
 made once for these parts, by the code that nodes run, however many states have them.
 
 Revisions are counted per key, from 1 on, instead of over the whole store. That merges histories in which independent
@@ -23,7 +23,7 @@ from protocol_kit import JOB
 
 from taskgraph.coordination.memory import MemoryStore
 from taskgraph.protocol.boundaries import Boundaries
-from taskgraph.protocol.insync import InSync
+from taskgraph.protocol.insync import InSyncSet
 from taskgraph.protocol.kv import KeyValue, Txn, TxnResult
 from taskgraph.protocol.view import JobView
 
@@ -116,7 +116,7 @@ class Role:
 
     term: int
     revision: int
-    insync: InSync
+    insync: InSyncSet
     writes: dict[str, Write] = field(default_factory=dict)
 
 

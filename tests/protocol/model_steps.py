@@ -19,7 +19,7 @@ from protocol_kit import boundary, report
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.commit import Commit, Leader, Restart
-from taskgraph.protocol.insync import InSync, MemberState
+from taskgraph.protocol.insync import InSyncSet, MemberState
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.records import GoneRecord, MemberRecord
 from taskgraph.protocol.takeover import Move, succession
@@ -134,14 +134,16 @@ class Steps:
         name, found = self.names[node], self.slot(slot).copy()
         view, stamp = self.etcd(now).view, self.etcd(now).stamp
         held, role = found.boundaries, found.role
-        held.read_epoch(stamp.epoch)
+        held.note_committed(stamp.epoch)
         if role is not None and not view.is_primary(task, name, role.term):
             if self.plants.answers_are_kept:
                 kept = {other for other, write in role.writes.items() if write.done and write.kind == "evict"}
                 found.answers = tuple(sorted({*found.answers, *kept}))
             found.role = role = None
         if role is not None:
-            _check(held.holds(stamp.epoch), f"{name}: an epoch of its task {task} committed without its boundary")
+            _check(
+                held.has_committed(stamp.epoch), f"{name}: an epoch of its task {task} committed without its boundary"
+            )
             assert held.committed is not None
             if stamp.attempt > self.etcd(before).stamp.attempt:
                 held.drop_pending()
@@ -155,7 +157,7 @@ class Steps:
     def _next_boundary(self, slot: int, view: int) -> Key | None:
         """The boundary that a primary works towards, if it does."""
         found, (attempt, epoch) = self.slot(slot), self.etcd(view).stamp
-        if found.role is None or epoch >= self.epochs or not found.boundaries.holds(epoch):
+        if found.role is None or epoch >= self.epochs or not found.boundaries.has_committed(epoch):
             return None
         return (epoch + 1, attempt, found.role.term)
 
@@ -165,7 +167,7 @@ class Steps:
             return None  # there is nothing to do, or it is made
         found = self.slot(slot).copy()
         assert found.role is not None
-        found.boundaries.hold(boundary(*key), committed=False)
+        found.boundaries.store(boundary(*key), committed=False)
         found.role.insync.add(key)
         return self.slots.number(found)
 
@@ -197,7 +199,7 @@ class Steps:
             candidate=candidate,
             writer="",
         )
-        role.insync.admitting(candidate)
+        role.insync.begin_admission(candidate)
         role.writes[candidate] = Write("admit", self.decisions.number(Decision(txn)))
         return self.slots.number(found)
 
@@ -213,7 +215,7 @@ class Steps:
         txn = transactions.evict(
             seen, task, primary_revision=role.revision, node=name, node_revision=1, member=member, writer=""
         )
-        role.insync.evicting(member)
+        role.insync.begin_eviction(member)
         decision = self.decisions.number(Decision(txn))
         role.writes[member] = Write("evict", decision, done=member in found.answers)
         return self.slots.number(found)
@@ -257,9 +259,9 @@ class Steps:
     def _known(slot: Slot, other: str, written: bool) -> None:
         assert slot.role is not None
         if slot.role.writes.pop(other).kind == "admit":
-            slot.role.insync.admitted(other, written)
+            slot.role.insync.end_admission(other, written)
         else:
-            slot.role.insync.evicted(other, written)
+            slot.role.insync.end_eviction(other, written)
 
     # -- boundaries on other nodes ------------------------------------------------------------------
 
@@ -287,8 +289,8 @@ class Steps:
         dead_attempt = not is_committed and key[1] < stamp.attempt
         if not view.is_primary(task, name, role.term) or received.role is not None or dead_attempt:
             return None
-        received.boundaries.hold(boundary(*key), committed=is_committed)
-        received.boundaries.read_epoch(stamp.epoch)
+        received.boundaries.store(boundary(*key), committed=is_committed)
+        received.boundaries.note_committed(stamp.epoch)
         role.insync.acknowledge(receiver, key)
         return self.slots.number(sender), self.slots.number(received)
 
@@ -319,7 +321,7 @@ class Steps:
         leader = Leader(self.tasks, None)
         leader.begin(at.stamp)
         for task, term in enumerate(known):
-            leader.report(report(task, at.stamp, term=term))
+            leader.receive_reports(report(task, at.stamp, term=term))
         if not isinstance(leader.decide(at.view), Commit):
             return None
         txn = transactions.commit(at.view, primary_revision=revision, finished=False, writer="")
@@ -394,15 +396,15 @@ class Steps:
         )
         revision = at.view.primaries[task].mod_revision
         taken = transactions.decode_takeover(TxnResult(True, revision, reads), self.etcd(view).view, task)
-        held.read_epoch(taken.epoch)
-        if not held.holds(taken.epoch):
+        held.note_committed(taken.epoch)
+        if not held.has_committed(taken.epoch):
             _check(taken.epoch == 0, f"{name} took over task {task} without boundary {taken.epoch}")
-            held.hold(boundary(0, taken.attempt, taken.term), committed=True)
+            held.store(boundary(0, taken.attempt, taken.term), committed=True)
         assert held.committed is not None
         others = {n: m.until for n, (_, m) in taken.members.items() if n != name}
         members = [n for n, until in others.items() if until is None]
         marked = [n for n, until in others.items() if until is not None and until >= taken.epoch]
-        found.role = Role(taken.term, revision, InSync(members, marked=marked))
+        found.role = Role(taken.term, revision, InSyncSet(members, marked=marked))
         found.role.insync.add(held.committed.key)
         return self.slots.number(found)
 
@@ -424,7 +426,7 @@ class Steps:
         if not slot or not at.stamp.epoch or name not in at.view.in_sync(task):
             return  # in epoch 0 nothing is lost: boundary 0 is made anew
         held = self.slot(slot).copy().boundaries
-        held.read_epoch(at.stamp.epoch)
+        held.note_committed(at.stamp.epoch)
         found, right = held.committed and held.committed.key, self.committed[committed][task]
         _check(found == right, f"{name} may take over task {task} and holds {found}, not the committed {right}")
 
@@ -435,10 +437,10 @@ class Steps:
         name, at = self.names[node], self.etcd(etcd)
         slot = Slot(Boundaries())
         if name in members:
-            slot.boundaries.hold(boundary(0), committed=True)
+            slot.boundaries.store(boundary(0), committed=True)
         if at.view.primary_node(task) == name:
             revision = at.view.primaries[task].mod_revision
-            insync = InSync([other for other in members if other != name])
+            insync = InSyncSet([other for other in members if other != name])
             insync.add((0, 1, 1))
             for other in insync.members():
                 insync.acknowledge(other, (0, 1, 1))

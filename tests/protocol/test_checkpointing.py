@@ -537,26 +537,26 @@ def test_old_view_takes_over_at_the_checkpoint(world: World) -> None:
 
 def test_roll_back_drops_undone_boundaries() -> None:
     held = Boundaries()
-    held.hold(boundary(6), committed=True)
-    held.hold(boundary(7), committed=False)
+    held.store(boundary(6), committed=True)
+    held.store(boundary(7), committed=False)
     held.roll_back(2)
     assert (held.committed, held.pending) == (None, ())
-    held.hold(boundary(7), committed=False)
-    held.hold(boundary(6), committed=True)
+    held.store(boundary(7), committed=False)
+    held.store(boundary(6), committed=True)
     assert (held.committed, held.pending) == (None, ()), "nor of what comes late"
-    held.hold(boundary(3, attempt=2), committed=True)
-    held.hold(boundary(4, attempt=2), committed=False)
-    assert held.read_epoch(4) == boundary(4, attempt=2)
+    held.store(boundary(3, attempt=2), committed=True)
+    held.store(boundary(4, attempt=2), committed=False)
+    assert held.note_committed(4) == boundary(4, attempt=2)
 
 
 def test_boundaries_after_the_roll_back_stay() -> None:
     held = Boundaries()
-    held.hold(boundary(6), committed=True)
-    held.hold(boundary(7, attempt=2), committed=False)
+    held.store(boundary(6), committed=True)
+    held.store(boundary(7, attempt=2), committed=False)
     held.roll_back(2)
     assert held.pending == (boundary(7, attempt=2),)
     held.roll_back(1)
     assert held.pending == (boundary(7, attempt=2),)
-    held.hold(boundary(3, attempt=2), committed=True)  # what came back, from a primary that read of it first
+    held.store(boundary(3, attempt=2), committed=True)  # what came back, from a primary that read of it first
     held.roll_back(2)
     assert held.committed == boundary(3, attempt=2)

@@ -7,7 +7,7 @@ from protocol_kit import World, report, two_tasks
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
-from taskgraph.protocol.commit import Action, Commit, Diverged, KeepWaiting, Leader, Restart, SealTasks
+from taskgraph.protocol.commit import Action, Commit, KeepWaiting, Leader, Restart, SealTasks, UnequalSums
 from taskgraph.protocol.messages import Encoded, Report, Stamp
 
 FIRST = Stamp(1, 0)
@@ -34,7 +34,7 @@ def led(ahead: int = 3, epochs: int | None = 10) -> Leader:
 
 def told(leader: Leader, *reports: Report) -> Leader:
     for one in reports:
-        assert leader.report(one)
+        assert leader.receive_reports(one)
     return leader
 
 
@@ -59,9 +59,9 @@ def test_epochs_commit_in_order(world: World) -> None:
 
 def test_reports_too_far_ahead_do_not_count(world: World) -> None:
     leader = led(ahead=2)
-    assert leader.report(done(0, 2))
-    assert not leader.report(done(0, 3))
-    assert not led(ahead=0).report(done(0, 1))
+    assert leader.receive_reports(done(0, 2))
+    assert not leader.receive_reports(done(0, 3))
+    assert not led(ahead=0).receive_reports(done(0, 1))
 
 
 def test_each_epoch_is_judged_by_its_own_sums(world: World) -> None:
@@ -87,7 +87,7 @@ def test_restart_drops_reports_ahead(world: World) -> None:
     world.restart()
     leader.begin(at(0, attempt=2))
     assert decide(leader, world) == KeepWaiting((0, 1), "not finished with the epoch")
-    assert not leader.report(done(0, 1))
+    assert not leader.receive_reports(done(0, 1))
     told(leader, done(0, 1, attempt=2))
 
 
@@ -130,7 +130,7 @@ def test_unequal_sums_after_a_replacement_restart(world: World) -> None:
     follow()
     leader.begin(at(1, attempt=2))
     told(leader, done(0, 1, attempt=2, received=5), done(1, 1, attempt=2, term=2, sent=6))
-    assert leader.decide(view) == Diverged()
+    assert leader.decide(view) == UnequalSums()
 
 
 def test_restart_request_ends_with_its_commit(world: World) -> None:
@@ -169,7 +169,7 @@ def test_later_restart_request_is_kept(world: World) -> None:
     for epoch in (0, 1):
         assert leader.keep_numbers(epoch, {}) == {1: {"a": 1.0}}
     assert leader.request_restart(at(0), "of epoch 0")
-    assert leader.report(done(1, 1, term=2, numbers={"a": 2.0}))
+    assert leader.receive_reports(done(1, 1, term=2, numbers={"a": 2.0}))
     world.commit()
     leader.begin(at(1))
     decision = decide(leader, world)
@@ -223,12 +223,12 @@ def boundary(epoch: int, *, attempt: int = 1, term: int = 1) -> Boundary:
 
 def test_all_boundaries_of_a_commit_are_found() -> None:
     held = Boundaries()
-    held.hold(boundary(0), committed=True)
+    held.store(boundary(0), committed=True)
     for one in (boundary(1), boundary(2), boundary(2, term=2), boundary(3, term=2), boundary(4)):
-        held.hold(one, committed=False)
+        held.store(one, committed=False)
     passed = held.committing_at(3)
     assert passed == (boundary(1), boundary(2, term=2), boundary(3, term=2))
-    assert held.read_epoch(3) == boundary(3, term=2)
+    assert held.note_committed(3) == boundary(3, term=2)
     assert held.committing_at(3) == ()
     assert held.pending == (boundary(4),)
 

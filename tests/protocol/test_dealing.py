@@ -232,7 +232,7 @@ def test_a_finished_piece_is_no_straggler_and_is_open_again_when_its_holder_is_l
     assert ledger.unfinished == 1
     assert ledger.dealt() == {"a": [second]}
     assert ledger.finished("a") == [first]
-    assert ledger.has("a", second) and not ledger.has("a", first)
+    assert ledger.is_dealt_to("a", second) and not ledger.is_dealt_to("a", first)
     assert ledger.next_slow_at(0.5) == 1 and ledger.next_slow_at(2) is None
     assert ledger.deal("b", 9, 5) == [second]
     assert ledger.finish("b", second, 6)

@@ -7,7 +7,7 @@ import pytest
 from protocol_kit import RUN, World, node_record
 
 from taskgraph.protocol import transactions
-from taskgraph.protocol.deviceloss import Decision, decide, device_error, hint
+from taskgraph.protocol.deviceloss import Decision, decide, device_error, illegal_access_hint
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, GoneRecord
 
 
@@ -30,7 +30,7 @@ CUDARuntimeError = class_of("cupy_backends.cuda.api.runtime", "CUDARuntimeError"
     ],
 )
 def test_illegal_access_gets_a_hint(said: str, hinted: bool) -> None:
-    assert ("`ins` gave" in hint(CUDARuntimeError(said))) is hinted
+    assert ("`ins` gave" in illegal_access_hint(CUDARuntimeError(said))) is hinted
 
 
 @pytest.mark.parametrize(

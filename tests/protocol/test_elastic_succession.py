@@ -148,7 +148,7 @@ def test_draining_worker_leaves_once_all_others_hold_the_totals() -> None:
     assert follows(world, "a", core) is None, "the flush of the view goes on"
     job = world.view()
     assert job.workers is not None
-    core.report("b", View.of(job.workers.record), FlushReport(0, True, (), ()))
+    core.receive_report("b", View.of(job.workers.record), FlushReport(0, True, (), ()))
     assert follows(world, "a", core) == View(1, 0, (Entry("b", 0),))
 
 
@@ -158,9 +158,9 @@ def test_draining_worker_leaves_once_a_newcomer_is_at_work() -> None:
     assert put(world, View(1, 0, (Entry("a", 0), Entry("b", 1))), "a")
     world.put(world.keys.node("a"), node_record("a", draining=True).to_bytes())
     core = whole(world, "a")
-    core.report("b", View(1, 0, (Entry("a", 0), Entry("b", 1))), FlushReport(0, False, (), ()))
+    core.receive_report("b", View(1, 0, (Entry("a", 0), Entry("b", 1))), FlushReport(0, False, (), ()))
     assert follows(world, "a", core) is None
-    core.contribution("b", Contribution(1, 0, (), b""))
+    core.receive_contribution("b", Contribution(1, 0, (), b""))
     assert follows(world, "a", core) == View(2, 0, (Entry("b", 1),))
 
 

@@ -16,11 +16,11 @@ def test_worker_names_whom_it_waits_for() -> None:
     assert worker.awaited == ()
     worker.read_view(view)
     assert worker.awaited == ("B",)  # its report
-    worker.report("B", view, FlushReport(0, whole=True))
+    worker.receive_report("B", view, FlushReport(0, whole=True))
     assert worker.awaited == ()
     worker.begin(2, b"")
     assert worker.awaited == ("B",)  # its part
-    worker.contribution("B", Contribution(0, 0, (Span(1, 2),), b""))
+    worker.receive_contribution("B", Contribution(0, 0, (Span(1, 2),), b""))
     assert worker.awaited == ()
 
 
@@ -29,11 +29,11 @@ def test_late_message_of_an_excluded_worker_holds_nothing_up() -> None:
     worker, view = Worker("A", whole=True), first.without({"C"})
     worker.enter(0)
     worker.read_view(view)
-    worker.report("B", view, FlushReport(0, whole=True))
-    worker.note_holds("C", 0, 0)  # of the view before
+    worker.receive_report("B", view, FlushReport(0, whole=True))
+    worker.receive_holds_totals("C", 0, 0)  # of the view before
     worker.begin(2, b"")
-    worker.contribution("B", Contribution(1, 0, (Span(1, 2),), b""))
+    worker.receive_contribution("B", Contribution(1, 0, (Span(1, 2),), b""))
     assert worker.take_parts() == [0]
     worker.note_computed(0, [Span(0, 1)])
-    worker.note_holds("B", 1, 1)
+    worker.receive_holds_totals("B", 1, 1)
     assert worker.stable == 1

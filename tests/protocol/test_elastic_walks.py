@@ -93,7 +93,7 @@ def partial_of_an_old_view_is_taken(patch: pytest.MonkeyPatch) -> None:
             message = Contribution(self.view.number, message.position, message.spans, message.tag)
         return _contribution(self, name, message)
 
-    patch.setattr(Worker, "contribution", contribution)
+    patch.setattr(Worker, "receive_contribution", contribution)
 
 
 def keeps_parts_of_other_sources(patch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def total_counts_outside_before_it_is_stable(patch: pytest.MonkeyPatch) -> None:
     def note(self: Worker) -> None:
         if self._outcome is not None and self.position > self.stable:
             self._stability.position = self.position
-            self._actions.append(actions.Stable(self.position))
+            self._actions.append(actions.TotalsStable(self.position))
 
     patch.setattr(Worker, "_note_stable", note)
 
@@ -149,7 +149,7 @@ def worker_returns_under_an_old_entry(patch: pytest.MonkeyPatch) -> None:
 
 def held_parts_are_dealt_too(patch: pytest.MonkeyPatch) -> None:
     def deal(self: FlushOutcome, parts: int) -> dict[str, tuple[int, ...]]:
-        return flush._dealt(range(parts), self.dealt_to)
+        return flush._deal_ranges(range(parts), self.dealt_to)
 
     patch.setattr(FlushOutcome, "deal", deal)
 
@@ -175,7 +175,7 @@ _covered, _take_report, _read_view, _contribution = (
     Exchange.covered,
     Worker._take_report,
     Worker.read_view,
-    Worker.contribution,
+    Worker.receive_contribution,
 )
 _keep, _settle = PositionAtWork.keep, flush.settle
 

@@ -69,10 +69,10 @@ def test_refusing_node_is_suspected_until_it_answers() -> None:
     found.port_refused("b", 1.0)
     found.read_view(world.view(), ALL, 1.0)
     assert found.suspects == {"b"} and found.state("b") == NodeState.REFUSING
-    assert not found.port_counts("b")
+    assert not found.is_refusal_news("b")
     assert found.proved_alive("b", trusted=False)
     found.read_view(world.view(), ALL, 1.1)
-    assert not found.suspects and found.port_counts("b")
+    assert not found.suspects and found.is_refusal_news("b")
 
 
 def test_renewed_lease_proves_that_a_refusing_node_lives() -> None:
@@ -80,12 +80,12 @@ def test_renewed_lease_proves_that_a_refusing_node_lives() -> None:
     world = World(*ALL)
     found = detector(world)
     found.port_refused("b", 1.0)
-    assert found.refusing(world.view(), 1.0 + TTL_S) == (["b"], [])
-    assert found.refusing(world.view(), 1.0 + TTL_S + 2.1) == ([], ["b"])
+    assert found.split_refusing(world.view(), 1.0 + TTL_S) == (["b"], [])
+    assert found.split_refusing(world.view(), 1.0 + TTL_S + 2.1) == ([], ["b"])
     assert found.proved_alive("b", trusted=True)
-    assert not found.port_counts("b")
+    assert not found.is_refusal_news("b")
     found.connection_lost("b")
-    assert found.port_counts("b")
+    assert found.is_refusal_news("b")
 
 
 def test_task_taken_back_proves_that_a_refusing_node_lives() -> None:
@@ -103,11 +103,11 @@ def test_task_taken_back_proves_that_a_refusing_node_lives() -> None:
     for task in (0, 1):
         world.take_over(task, "a")
         port.taken[task] = world.view().primaries[task].mod_revision
-    assert found.takers_back(world.view()) == {}, "the tasks are still taken"
+    assert found.nodes_that_took_back(world.view()) == {}, "the tasks are still taken"
     world.take_over(1, "c")
-    assert found.takers_back(world.view()) == {}, "another node took it"
+    assert found.nodes_that_took_back(world.view()) == {}, "another node took it"
     world.take_over(0, "b")
-    assert found.takers_back(world.view()) == {"b": 0}
+    assert found.nodes_that_took_back(world.view()) == {"b": 0}
 
 
 def test_expired_lease_counts_while_its_key_is_there() -> None:
@@ -142,13 +142,13 @@ def test_worker_that_does_not_answer_is_silent_after_a_ttl() -> None:
     found = detector(world)
     found.expect_answers(["b", "c"], 0.0)
     found.heard("c", 2.5)
-    assert found.find_silent(2.9, 0.6) == []
-    assert found.find_silent(3.0, 0.6) == ["b"]
+    assert found.find_newly_silent(2.9, 0.6) == []
+    assert found.find_newly_silent(3.0, 0.6) == ["b"]
     found.read_view(world.view(), ALL, 3.0)
     assert found.suspects == {"b"} and found.state("b") == NodeState.SILENT
-    assert found.find_silent(3.05, 0.6) == [], "it is known"
+    assert found.find_newly_silent(3.05, 0.6) == [], "it is known"
     found.heard("b", 3.1)
-    found.find_silent(3.1, 0.6)
+    found.find_newly_silent(3.1, 0.6)
     found.read_view(world.view(), ALL, 3.1)
     assert not found.suspects
 
@@ -156,15 +156,15 @@ def test_worker_that_does_not_answer_is_silent_after_a_ttl() -> None:
 def test_worker_that_hears_fewer_others_waits_longer() -> None:
     found = detector(World(*ALL))
     found.expect_answers(["b", "c"], 0.0)
-    assert found.find_silent(3.9, 0.6) == []
-    assert found.find_silent(4.0, 0.6) == ["b", "c"]
+    assert found.find_newly_silent(3.9, 0.6) == []
+    assert found.find_newly_silent(4.0, 0.6) == ["b", "c"]
 
 
 def test_progress_ends_all_silences() -> None:
     found = detector(World(*ALL))
     found.expect_answers(["b"], 0.0)
-    assert found.find_silent(3.0, 0.6) == ["b"]
+    assert found.find_newly_silent(3.0, 0.6) == ["b"]
     found.expect_answers(["b"], 3.1)
     assert found.silent == frozenset()
     found.expect_answers([], 3.2)
-    assert found.find_silent(99.0, 0.6) == [], "no worker is asked"
+    assert found.find_newly_silent(99.0, 0.6) == [], "no worker is asked"

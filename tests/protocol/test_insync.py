@@ -7,37 +7,37 @@ from collections.abc import Iterable
 
 import pytest
 
-from taskgraph.protocol.insync import InSync, MemberState
+from taskgraph.protocol.insync import InSyncSet, MemberState
 
 K0, K1, K2 = (0, 1, 1), (1, 1, 1), (2, 1, 1)
 
 
-def candidate(*keys: tuple[int, int, int]) -> InSync:
+def candidate(*keys: tuple[int, int, int]) -> InSyncSet:
     """A primary with boundaries `keys` and the invited node "b"."""
-    insync = InSync([])
+    insync = InSyncSet([])
     for key in keys:
         insync.add(key)
     insync.invite("b")
     return insync
 
 
-def member(node: str, *, marked: Iterable[str] = ()) -> InSync:
+def member(node: str, *, marked: Iterable[str] = ()) -> InSyncSet:
     """A primary with one member, which has boundary K0."""
-    insync = InSync([node], marked=marked)
+    insync = InSyncSet([node], marked=marked)
     insync.add(K0)
     insync.acknowledge(node, K0)
     return insync
 
 
 def test_single_primary_needs_no_acknowledgement() -> None:
-    insync = InSync([])
+    insync = InSyncSet([])
     insync.add(K0)
     assert insync.waits_for(K0) == ()
     assert insync.count_holders(K0) == 1
 
 
 def test_members_read_by_a_take_over_must_acknowledge_everything() -> None:
-    insync = InSync(["c", "b"])
+    insync = InSyncSet(["c", "b"])
     insync.add(K0)
     assert insync.state_of("b") is MemberState.MEMBER
     assert insync.waits_for(K0) == ("b", "c")
@@ -67,7 +67,7 @@ def test_candidate_may_be_admitted_when_it_holds_every_boundary() -> None:
     insync.acknowledge("b", K0)
     assert not insync.may_admit("b")
     with pytest.raises(ValueError, match="candidate"):
-        insync.admitting("b")
+        insync.begin_admission("b")
     insync.acknowledge("b", K1)
     assert insync.may_admit("b")
 
@@ -79,11 +79,11 @@ def test_no_admission_without_a_boundary() -> None:
 def test_from_the_admitting_write_on_a_new_boundary_waits_for_the_node() -> None:
     insync = candidate(K0)
     insync.acknowledge("b", K0)
-    insync.admitting("b")
+    insync.begin_admission("b")
     insync.add(K1)
     assert insync.waits_for(K1) == ("b",), "the write may exist: the node may take over"
     assert insync.count_holders(K0) == 1, "but it does not count before the write is known"
-    insync.admitted("b", True)
+    insync.end_admission("b", True)
     assert insync.state_of("b") is MemberState.MEMBER
     assert insync.waits_for(K1) == ("b",)
     assert insync.count_holders(K0) == 2
@@ -92,9 +92,9 @@ def test_from_the_admitting_write_on_a_new_boundary_waits_for_the_node() -> None
 def test_admission_known_to_have_failed_makes_it_a_candidate_again() -> None:
     insync = candidate(K0)
     insync.acknowledge("b", K0)
-    insync.admitting("b")
+    insync.begin_admission("b")
     insync.add(K1)
-    insync.admitted("b", False)
+    insync.end_admission("b", False)
     assert insync.state_of("b") is MemberState.CANDIDATE
     assert insync.waits_for(K1) == ()
     assert not insync.may_admit("b")
@@ -105,10 +105,10 @@ def test_admission_known_to_have_failed_makes_it_a_candidate_again() -> None:
 def test_until_the_evicting_write_is_known_the_node_is_waited_for() -> None:
     insync = member("b")
     insync.add(K1)
-    insync.evicting("b")
+    insync.begin_eviction("b")
     assert insync.state_of("b") is MemberState.EVICTING
     assert insync.waits_for(K1) == ("b",)
-    insync.evicted("b", True)
+    insync.end_eviction("b", True)
     assert insync.state_of("b") is None
     assert insync.waits_for(K1) == ()
     assert insync.missing("b") == ()
@@ -116,14 +116,14 @@ def test_until_the_evicting_write_is_known_the_node_is_waited_for() -> None:
 
 def test_eviction_known_to_have_failed_makes_it_a_member_again() -> None:
     insync = member("b")
-    insync.evicting("b")
-    insync.evicted("b", False)
+    insync.begin_eviction("b")
+    insync.end_eviction("b", False)
     assert insync.state_of("b") is MemberState.MEMBER
     assert insync.count_holders(K0) == 2
 
 
 def test_marked_node_must_acknowledge() -> None:
-    insync = InSync(["b"], marked=["c"])
+    insync = InSyncSet(["b"], marked=["c"])
     insync.add(K0)
     assert insync.state_of("c") is MemberState.MARKED
     assert insync.waits_for(K0) == ("b", "c")
@@ -138,26 +138,26 @@ def test_marked_node_must_acknowledge() -> None:
 
 @pytest.mark.parametrize("written", [True, False])
 def test_marked_node_is_admitted_again(written: bool) -> None:
-    insync = InSync([], marked=["c"])
+    insync = InSyncSet([], marked=["c"])
     insync.add(K0)
     assert not insync.may_admit("c")
     insync.acknowledge("c", K0)
     assert insync.may_admit("c")
-    insync.admitting("c")
+    insync.begin_admission("c")
     insync.add(K1)
     assert insync.waits_for(K1) == ("c",)
-    insync.admitted("c", written)
+    insync.end_admission("c", written)
     assert insync.state_of("c") is (MemberState.MEMBER if written else MemberState.MARKED)
     assert insync.waits_for(K1) == ("c",)
 
 
 @pytest.mark.parametrize("written", [True, False])
 def test_marked_node_counts_until_evicted_again(written: bool) -> None:
-    insync = InSync([], marked=["c"])
+    insync = InSyncSet([], marked=["c"])
     insync.add(K0)
-    insync.evicting("c")
+    insync.begin_eviction("c")
     assert insync.waits_for(K0) == ("c",)
-    insync.evicted("c", written)
+    insync.end_eviction("c", written)
     assert insync.state_of("c") is (None if written else MemberState.MARKED)
     assert insync.waits_for(K0) == (() if written else ("c",))
 
@@ -166,13 +166,13 @@ def test_only_members_are_evicted() -> None:
     insync = candidate(K0)
     for node in ("b", "nobody"):
         with pytest.raises(ValueError, match="not a member"):
-            insync.evicting(node)
+            insync.begin_eviction(node)
 
 
 def test_evicted_node_may_be_invited_again_and_owes_everything() -> None:
     insync = member("b")
-    insync.evicting("b")
-    insync.evicted("b", True)
+    insync.begin_eviction("b")
+    insync.end_eviction("b", True)
     insync.invite("b")
     assert insync.state_of("b") is MemberState.CANDIDATE
     assert insync.missing("b") == (K0,)
@@ -187,16 +187,16 @@ def test_invitation_keeps_known_states() -> None:
 def test_only_a_candidate_is_dismissed() -> None:
     insync = candidate(K0)
     insync.acknowledge("b", K0)
-    insync.admitting("b")
+    insync.begin_admission("b")
     assert not insync.drop_candidate("b"), "it may be a member already"
-    insync.admitted("b", False)
+    insync.end_admission("b", False)
     assert insync.drop_candidate("b")
     assert insync.nodes == ()
     assert not insync.drop_candidate("b")
 
 
 def test_committed_history_is_not_owed() -> None:
-    insync = InSync(["b"])
+    insync = InSyncSet(["b"])
     for key in (K0, K1, K2):
         insync.add(key)
     insync.drop_before(1)
@@ -216,7 +216,7 @@ def test_boundaries_of_an_old_attempt_are_not_owed() -> None:
 
 
 def test_old_acknowledgement_does_not_count() -> None:
-    insync = InSync(["b"])
+    insync = InSyncSet(["b"])
     insync.acknowledge("b", K1)
     insync.acknowledge("stranger", K1)
     insync.add(K1)
@@ -225,14 +225,14 @@ def test_old_acknowledgement_does_not_count() -> None:
 
 
 def test_key_of_another_term_is_another_boundary() -> None:
-    insync = InSync(["b"])
+    insync = InSyncSet(["b"])
     insync.add((1, 1, 2))
     insync.acknowledge("b", (1, 1, 1))
     assert insync.waits_for((1, 1, 2)) == ("b",)
 
 
 def test_missing_boundaries_are_in_order() -> None:
-    insync = InSync(["b"])
+    insync = InSyncSet(["b"])
     for key in (K2, K0, K1, K0):
         insync.add(key)
     assert insync.current == insync.missing("b") == (K0, K1, K2)
@@ -242,14 +242,14 @@ def test_missing_boundaries_are_in_order() -> None:
 
 def test_eviction_clears_the_mark() -> None:
     """An epoch must not wait for a candidate whose admission failed."""
-    insync = InSync([], marked=["c"])
+    insync = InSyncSet([], marked=["c"])
     insync.add(K0)
-    insync.evicting("c")
-    insync.evicted("c", True)
+    insync.begin_eviction("c")
+    insync.end_eviction("c", True)
     insync.invite("c")
     insync.acknowledge("c", K0)
-    insync.admitting("c")
-    insync.admitted("c", False)
+    insync.begin_admission("c")
+    insync.end_admission("c", False)
     assert insync.state_of("c") is MemberState.CANDIDATE
 
 
@@ -267,13 +267,13 @@ def test_steady_while_all_nodes_are_members(seed: int) -> None:
         elif state_of(node) is MemberState.CANDIDATE and rng.random() < 0.2:
             insync.drop_candidate(node)
         elif insync.may_admit(node) and rng.random() < 0.7:
-            insync.admitting(node)
+            insync.begin_admission(node)
         elif state_of(node) is MemberState.ADMITTING:
-            insync.admitted(node, rng.random() < 0.8)
+            insync.end_admission(node, rng.random() < 0.8)
         elif state_of(node) in (MemberState.MEMBER, MemberState.MARKED) and rng.random() < 0.3:
-            insync.evicting(node)
+            insync.begin_eviction(node)
         elif state_of(node) is MemberState.EVICTING:
-            insync.evicted(node, rng.random() < 0.7)
+            insync.end_eviction(node, rng.random() < 0.7)
         else:
             insync.acknowledge(node, K0)
         places = [state_of(node) for node in insync.nodes]
@@ -287,15 +287,15 @@ def test_steady_while_all_nodes_are_members(seed: int) -> None:
 
 
 def test_fulfilled_needs_living_members() -> None:
-    insync = InSync(["c"])
+    insync = InSyncSet(["c"])
     insync.add(K0)
     insync.invite("b")
     assert not insync.wishes_fulfilled(["b"], {"b", "c"}), "a candidate"
     assert not insync.wishes_fulfilled(["b"], {"c"}), "it died: no reason to evict anybody for it"
     insync.acknowledge("b", K0)
-    insync.admitting("b")
+    insync.begin_admission("b")
     assert not insync.wishes_fulfilled(["b"], {"b", "c"}), "the write may not happen"
-    insync.admitted("b", True)
+    insync.end_admission("b", True)
     assert insync.wishes_fulfilled(["b"], {"b", "c"})
     assert not insync.wishes_fulfilled(["b"], {"c"}), "a member that died: it goes, and not both"
     assert insync.wishes_fulfilled([], {"c"}), "nobody else is wished for"

@@ -7,7 +7,7 @@ from protocol_kit import World, report
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.checkpointing import files_needed
-from taskgraph.protocol.commit import Commit, Leader, Restart, Unequal
+from taskgraph.protocol.commit import Commit, Leader, Restart, UnequalSharedState
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.shared import holds_state, keeper_of
 
@@ -75,7 +75,7 @@ def led(world: World, *shared: bytes, terms: dict[int, int] | None = None, ahead
     assert stamp is not None
     leader.begin(stamp)
     for task, digest in enumerate(shared):
-        leader.report(report(task, stamp, shared=digest, term=(terms or {}).get(task, 1)))
+        leader.receive_reports(report(task, stamp, shared=digest, term=(terms or {}).get(task, 1)))
     return leader
 
 
@@ -84,7 +84,7 @@ def test_equal_digests_commit_and_groups_may_differ(world: World) -> None:
 
 
 def test_unequal_digests_fail_the_job(world: World) -> None:
-    assert led(world, b"", ONE, ONE, OTHER).decide(world.view()) == Unequal((1, 3))
+    assert led(world, b"", ONE, ONE, OTHER).decide(world.view()) == UnequalSharedState((1, 3))
 
 
 def test_unequal_digests_after_a_takeover_restart_the_epoch(world: World) -> None:
@@ -98,10 +98,10 @@ def test_unequal_digests_after_a_takeover_restart_the_epoch(world: World) -> Non
 def test_an_epoch_ahead_with_unequal_digests_waits_for_its_turn(world: World) -> None:
     leader = led(world, b"", ONE, OTHER, ONE, ahead=4)
     for task, digest in enumerate((b"", ONE, ONE, OTHER)):
-        leader.report(report(task, Stamp(1, 1), shared=digest))
+        leader.receive_reports(report(task, Stamp(1, 1), shared=digest))
     assert leader.decide(world.view()) == Commit(finished=False, epochs=1)
     world.commit()
     at = world.view().stamp
     assert at is not None
     leader.begin(at)
-    assert leader.decide(world.view()) == Unequal((1, 3))
+    assert leader.decide(world.view()) == UnequalSharedState((1, 3))

@@ -16,7 +16,7 @@ from protocol_kit import JOB
 from taskgraph.protocol import insync, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.commit import Leader
-from taskgraph.protocol.insync import InSync, MemberState
+from taskgraph.protocol.insync import InSyncSet, MemberState
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.records import EpochRecord
@@ -231,13 +231,13 @@ def freed_on_a_hint(original: Callable[..., None], self: Boundaries, boundary: B
         self.committed = None
 
 
-def only_the_committed(original: Callable[..., tuple[Any, ...]], self: InSync, node: str) -> tuple[Any, ...]:
+def only_the_committed(original: Callable[..., tuple[Any, ...]], self: InSyncSet, node: str) -> tuple[Any, ...]:
     """A candidate is offered, and admitted with, no pending boundary."""
     lacking = original(self, node)
     return tuple(key for key in lacking if self.state_of(node) is not MemberState.CANDIDATE or key == self.current[0])
 
 
-def nobody(self: InSync, key: Any) -> tuple[str, ...]:
+def nobody(self: InSyncSet, key: Any) -> tuple[str, ...]:
     return ()
 
 
@@ -258,20 +258,20 @@ RULES: dict[str, tuple[Patch, Model]] = {
     # boundaries
     "members must acknowledge": (places_that_count(MemberState.MEMBER), ONE),
     "a task is done when its members hold the boundary": (
-        lambda patch: patch.setattr(InSync, "waits_for", nobody),
+        lambda patch: patch.setattr(InSyncSet, "waits_for", nobody),
         ONE,
     ),
     "a pending boundary does not replace the committed one": (
-        changed(Boundaries, "hold", pending_for_committed),
+        changed(Boundaries, "store", pending_for_committed),
         ONE,
     ),
     "the highest pending boundary is the committed one": (
-        lambda patch: patch.setattr(Boundaries, "read_epoch", the_first_pending_boundary),
+        lambda patch: patch.setattr(Boundaries, "note_committed", the_first_pending_boundary),
         ONE,
     ),
-    "a boundary is freed when a later epoch is read": (changed(Boundaries, "hold", freed_on_a_hint), ONE),
+    "a boundary is freed when a later epoch is read": (changed(Boundaries, "store", freed_on_a_hint), ONE),
     "an evicted replica that comes back believes its primary": (
-        changed(Boundaries, "hold", a_guess_is_kept),
+        changed(Boundaries, "store", a_guess_is_kept),
         Model(1, "abc", Budget(epochs=2, takeovers=1, evictions=1, joins=1)),
     ),
     # takeovers
@@ -292,7 +292,7 @@ RULES: dict[str, tuple[Patch, Model]] = {
     ),
     # admissions and evictions
     "a candidate does not put its own member key": (lambda _: None, replace(ONE, plants=Plants(joiner_puts_key=True))),
-    "a candidate holds the pending boundary, too": (changed(InSync, "missing", only_the_committed), ONE),
+    "a candidate holds the pending boundary, too": (changed(InSyncSet, "missing", only_the_committed), ONE),
     "a node that may be a member by now must acknowledge": (places_that_count(MemberState.ADMITTING), ONE),
     "an admission compares the primary": (without_compare("admit", "/primary"), Model(1, "abc", JOINS)),
     "a node whose eviction is not known must acknowledge": (

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taskgraph.protocol.placement import Holding, Seat, Wish, place
+from taskgraph.protocol.placement import CurrentReplicas, Seat, Wish, place
 
-Holdings = dict[int, Holding]
+Holdings = dict[int, CurrentReplicas]
 
 
 def seats_of(*nodes: str, host: str = "h") -> list[Seat]:
@@ -22,13 +22,13 @@ def seats_of(*nodes: str, host: str = "h") -> list[Seat]:
 
 
 def adopted(wishes: Mapping[int, Wish]) -> Holdings:
-    return {t: Holding(w.primary, (w.primary, *w.backups)) for t, w in wishes.items() if w.primary is not None}
+    return {t: CurrentReplicas(w.primary, (w.primary, *w.backups)) for t, w in wishes.items() if w.primary is not None}
 
 
 def without(holdings: Holdings, *gone: str) -> Holdings:
     """What is left when nodes are gone: no takeover has happened yet."""
     return {
-        t: Holding(None if h.primary in gone else h.primary, tuple(m for m in h.members if m not in gone))
+        t: CurrentReplicas(None if h.primary in gone else h.primary, tuple(m for m in h.members if m not in gone))
         for t, h in holdings.items()
     }
 
@@ -81,7 +81,7 @@ def test_one_node_has_everything_and_no_backups() -> None:
 
 def test_no_seats_mean_no_wishes() -> None:
     assert place([], 2, 1, {}) == {0: Wish(None, ()), 1: Wish(None, ())}
-    assert place([], 2, 1, {0: Holding("a", ("a",))}) == {0: Wish(None, ()), 1: Wish(None, ())}
+    assert place([], 2, 1, {0: CurrentReplicas("a", ("a",))}) == {0: Wish(None, ()), 1: Wish(None, ())}
     assert place([], 0, 1, {}) == {}
 
 
@@ -111,7 +111,7 @@ def test_joining_node_gets_its_share() -> None:
 
 def test_second_node_gets_half_of_the_primaries() -> None:
     seats = seats_of("a", "b")
-    wishes = place(seats, 10, 1, {t: Holding("a", ("a",)) for t in range(10)})
+    wishes = place(seats, 10, 1, {t: CurrentReplicas("a", ("a",)) for t in range(10)})
     assert leads(wishes, seats) == [5, 5]
     assert replicas(wishes, seats) == [10, 10]
 
@@ -119,7 +119,9 @@ def test_second_node_gets_half_of_the_primaries() -> None:
 def test_hand_over_prefers_current_members() -> None:
     # b backs everything: only hand-overs, and only as many as it takes.
     seats = seats_of("a", "b", "c")
-    before = {t: Holding("a", ("a", "b")) for t in range(4)} | {t: Holding("c", ("c", "a")) for t in range(4, 6)}
+    before = {t: CurrentReplicas("a", ("a", "b")) for t in range(4)} | {
+        t: CurrentReplicas("c", ("c", "a")) for t in range(4, 6)
+    }
     wishes = place(seats, 6, 1, before)
     assert leads(wishes, seats) == [2, 2, 2]
     assert sum(wishes[t].primary != before[t].primary for t in range(6)) == 2
@@ -130,7 +132,7 @@ def test_chain_of_hand_overs_evens_primaries() -> None:
     # a leads three tasks and c one; c backs none of a's.
     seats = seats_of("a", "b", "c", "d")
     holders = ["ab", "ab", "ad", "bc", "bc", "cd", "dc", "da"]
-    before = {t: Holding(two[0], tuple(two)) for t, two in enumerate(holders)}
+    before = {t: CurrentReplicas(two[0], tuple(two)) for t, two in enumerate(holders)}
     wishes = place(seats, 8, 1, before)
     assert leads(wishes, seats) == [2, 2, 2, 2]
     assert pairs(wishes) == held(before)
@@ -175,7 +177,7 @@ def test_absent_node_keeps_its_replicas() -> None:
     rest = [s for s in seats if s.node != "b"]
     assert place(rest, 22, 1, before, keep=frozenset("b")) == place(seats, 22, 1, before)
     # Its primaries were taken over meanwhile: it still backs them.
-    taken = {t: Holding(h.members[1], h.members) if h.primary == "b" else h for t, h in before.items()}
+    taken = {t: CurrentReplicas(h.members[1], h.members) if h.primary == "b" else h for t, h in before.items()}
     wishes = place(rest, 22, 1, taken, keep=frozenset("b"))
     assert {p for p in pairs(wishes) if p[1] == "b"} == {p for p in held(before) if p[1] == "b"}
     assert all(w.primary != "b" for w in wishes.values())
@@ -184,12 +186,12 @@ def test_absent_node_keeps_its_replicas() -> None:
 
 
 def test_absent_surplus_member_is_dropped_first() -> None:
-    wishes = place(seats_of("a", "c"), 1, 1, {0: Holding("a", ("a", "b", "c"))}, keep=frozenset("b"))
+    wishes = place(seats_of("a", "c"), 1, 1, {0: CurrentReplicas("a", ("a", "b", "c"))}, keep=frozenset("b"))
     assert wishes == {0: Wish("a", ("c",))}
 
 
 def test_task_waits_for_its_absent_member() -> None:
-    wishes = place(seats_of("a"), 1, 0, {0: Holding("x", ("b",))}, keep=frozenset("b"))
+    wishes = place(seats_of("a"), 1, 0, {0: CurrentReplicas("x", ("b",))}, keep=frozenset("b"))
     assert wishes == {0: Wish("b", ())}
 
 
@@ -228,17 +230,17 @@ def test_device_tasks_are_only_on_seats_with_devices() -> None:
 
 
 def test_device_task_without_a_device_has_no_primary() -> None:
-    wishes = place(seats_of("a", "b"), 2, 1, {0: Holding("a", ("a",))}, needs_device=lambda t: t == 0)
+    wishes = place(seats_of("a", "b"), 2, 1, {0: CurrentReplicas("a", ("a",))}, needs_device=lambda t: t == 0)
     assert wishes[0] == Wish(None, ())
     assert wishes[1].primary is not None
 
 
 def test_primary_without_member_key_counts() -> None:
-    assert place(seats_of("a", "b", "c"), 1, 1, {0: Holding("b", ("c",))}) == {0: Wish("b", ("c",))}
+    assert place(seats_of("a", "b", "c"), 1, 1, {0: CurrentReplicas("b", ("c",))}) == {0: Wish("b", ("c",))}
 
 
 def test_backups_stand_in_the_order_of_their_admission() -> None:
-    wishes = place(seats_of("a", "b", "c", "d"), 1, 3, {0: Holding("c", ("d", "c", "a"))})
+    wishes = place(seats_of("a", "b", "c", "d"), 1, 3, {0: CurrentReplicas("c", ("d", "c", "a"))})
     assert wishes == {0: Wish("c", ("d", "a", "b"))}
 
 
@@ -255,7 +257,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Seat], int, int, Holdings, Callabl
     anyone = st.sampled_from([*names, *absent, "gone1", "gone2"])
     tasks = draw(st.integers(0, 14))
     holdings = {
-        t: Holding(draw(st.none() | anyone), tuple(draw(st.lists(anyone, unique=True, max_size=5))))
+        t: CurrentReplicas(draw(st.none() | anyone), tuple(draw(st.lists(anyone, unique=True, max_size=5))))
         for t in range(tasks)
         if draw(st.booleans())
     }
@@ -397,7 +399,7 @@ class Job:
         return steps
 
     def put(self, t: int, primary: str | None, members: tuple, admitted: int = 0, handed_over: int = 0) -> None:
-        self.holdings[t] = Holding(primary, members)
+        self.holdings[t] = CurrentReplicas(primary, members)
         self.admitted += admitted
         self.handed_over += handed_over
 

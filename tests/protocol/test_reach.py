@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from protocol_kit import node_record
 
-from taskgraph.protocol.reach import describe_unreached, refusal_reason, share_host
+from taskgraph.protocol.reach import can_use_unix_socket, describe_unreached, refusal_reason
 from taskgraph.protocol.records import NodeRecord
 
 
@@ -76,10 +76,10 @@ def test_different_tokens_are_refused() -> None:
 
 
 def test_nodes_of_a_host_share_unix_sockets() -> None:
-    assert share_host(HERE, LISTENS_HERE) and share_host(LISTENS_HERE, HERE_TOO)
-    assert not share_host(LISTENS_HERE, LISTENS_THERE)
-    assert not share_host(at("a", "tcp:a:1"), LISTENS_HERE)
-    assert not share_host(at("a", "unix:A.1:/x"), at("a", "unix:A.2:/x"))
+    assert can_use_unix_socket(HERE, LISTENS_HERE) and can_use_unix_socket(LISTENS_HERE, HERE_TOO)
+    assert not can_use_unix_socket(LISTENS_HERE, LISTENS_THERE)
+    assert not can_use_unix_socket(at("a", "tcp:a:1"), LISTENS_HERE)
+    assert not can_use_unix_socket(at("a", "unix:A.1:/x"), at("a", "unix:A.2:/x"))
 
 
 def test_unreached_node_is_explained() -> None:

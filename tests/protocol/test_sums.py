@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.protocol.messages import LedgerEntry
-from taskgraph.protocol.sums import Conflict, Kind, MessageLedger, explain, identity, total
+from taskgraph.protocol.sums import Conflict, Kind, MessageLedger, entry_hash, explain, total
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -40,19 +40,19 @@ def test_identity_tells_every_field_apart() -> None:
         ("item", 1, 2, "x\n1 2 3 4\n", A),
         ("item", 1, 2, "\udc80", A),
     ]
-    assert len({identity(*f) for f in fields}) == len(fields)
-    assert all(0 <= identity(*f) < 1 << 128 for f in fields)
-    assert identity(*fields[0]) == identity(*fields[0])
+    assert len({entry_hash(*f) for f in fields}) == len(fields)
+    assert all(0 <= entry_hash(*f) < 1 << 128 for f in fields)
+    assert entry_hash(*fields[0]) == entry_hash(*fields[0])
 
 
 @given(entry, entry)
 def test_identity_is_a_function_of_the_fields(a: tuple, b: tuple) -> None:
-    assert (identity(*a) == identity(*b)) == (a == b)
+    assert (entry_hash(*a) == entry_hash(*b)) == (a == b)
 
 
 def test_identity_stays_what_it_is() -> None:
     # Two nodes of a job may run on different machines: the number must not depend on the process.
-    assert identity("item", 3, 1, "grad", bytes(16)) == 0x37BAA033FC3254120D01605A8D9CE367
+    assert entry_hash("item", 3, 1, "grad", bytes(16)) == 0x37BAA033FC3254120D01605A8D9CE367
 
 
 @given(st.lists(entry, max_size=30), st.randoms(use_true_random=False))
@@ -83,7 +83,7 @@ def test_counts_an_identity_once() -> None:
     before = ledger.sent_sum
     assert ledger.count_sent("item", 0, 1, "x", A) is False
     assert ledger.count_sent("item", 0, 1, "x", bytes(bytearray(A))) is False
-    assert ledger.sent_sum == before == identity("item", 0, 1, "x", A)
+    assert ledger.sent_sum == before == entry_hash("item", 0, 1, "x", A)
     assert ledger.received_sum == 0
 
 
@@ -91,7 +91,7 @@ def test_empty_digest_counts_once_too() -> None:
     ledger = MessageLedger()
     assert not ledger.has_received("flag", 0, 1, "")
     assert [ledger.count_received("flag", 0, 1, "", b"") for _ in range(3)] == [True, False, False]
-    assert ledger.received_sum == identity("flag", 0, 1, "", b"")
+    assert ledger.received_sum == entry_hash("flag", 0, 1, "", b"")
     assert ledger.has_received("flag", 0, 1, "")
     assert not ledger.has_received("item", 0, 1, "")
 
@@ -127,7 +127,7 @@ def test_task_may_send_to_itself() -> None:
 
 
 def test_sum_wraps() -> None:
-    sums = [identity("item", 0, 1, str(i), A) for i in range(100)]
+    sums = [entry_hash("item", 0, 1, str(i), A) for i in range(100)]
     ledger = MessageLedger()
     for i in range(100):
         ledger.count_sent("item", 0, 1, str(i), A)
@@ -137,7 +137,7 @@ def test_sum_wraps() -> None:
 
 def test_distinct_sets_of_entries_have_distinct_sums() -> None:
     edges = [("item", s, r, n, A) for s in range(3) for r in range(3) for n in "xy"]
-    seen = [total(identity(*e) for e in c) for k in range(4) for c in combinations(edges, k)]
+    seen = [total(entry_hash(*e) for e in c) for k in range(4) for c in combinations(edges, k)]
     assert len(set(seen)) == len(seen)
 
 

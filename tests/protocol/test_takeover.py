@@ -6,7 +6,7 @@ import pytest
 from protocol_kit import World
 
 from taskgraph.protocol.records import CheckpointRecord
-from taskgraph.protocol.takeover import Move, Succession, find_stranded, sole_copies, succession
+from taskgraph.protocol.takeover import Move, Succession, find_stranded_task, sole_copies, succession
 from taskgraph.protocol.view import JobView
 
 NOTHING = Succession(Move.NOTHING)
@@ -167,17 +167,17 @@ def test_gone_member_counts_for_nothing(world: World) -> None:
 
 def test_stranded_task_is_found(world: World) -> None:
     world.evict(0, "a", "c")
-    assert find_stranded(world.view()) is None, "its primary lives"
+    assert find_stranded_task(world.view()) is None, "its primary lives"
     world.die("a")
-    assert find_stranded(world.view()) is None, "another member stays in sync"
+    assert find_stranded_task(world.view()) is None, "another member stays in sync"
     world.die("b")
-    assert find_stranded(world.view()) == 0, "who can was evicted until the committed boundary"
+    assert find_stranded_task(world.view()) == 0, "who can was evicted until the committed boundary"
     world.take_over(0, "c")
-    assert find_stranded(world.view()) is None
+    assert find_stranded_task(world.view()) is None
 
 
 def test_task_without_heirs_is_not_stranded(world: World) -> None:
     """It is lost, which another transaction decides: no commit waits for who cannot come."""
     for node in "abc":
         world.die(node)
-    assert find_stranded(world.view()) is None
+    assert find_stranded_task(world.view()) is None

@@ -28,7 +28,7 @@ from taskgraph.graph import sums as sums_module
 from taskgraph.graph.sums import Sums
 from taskgraph.protocol.elastic import flush, transactions
 from taskgraph.protocol.elastic import worker as worker_module
-from taskgraph.protocol.elastic.actions import Stable
+from taskgraph.protocol.elastic.actions import TotalsStable
 from taskgraph.protocol.elastic.exchange import Exchange
 from taskgraph.protocol.elastic.flush import FlushOutcome, FlushReport
 from taskgraph.protocol.elastic.round import PositionAtWork
@@ -103,7 +103,7 @@ def parts_of_other_sources_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def held_parts_are_dealt_too(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FlushOutcome, "deal", lambda self, parts: flush._dealt(range(parts), self.dealt_to))
+    patch.setattr(FlushOutcome, "deal", lambda self, parts: flush._deal_ranges(range(parts), self.dealt_to))
 
 
 @plant
@@ -120,7 +120,7 @@ def a_total_is_stable_once_one_worker_holds_it(patch: pytest.MonkeyPatch) -> Non
     def note(noted: Callable[..., None], self: Worker) -> None:
         if self._outcome is not None and self.position > self.stable:
             self._stability.position = self.position
-            self._actions.append(Stable(self.position))
+            self._actions.append(TotalsStable(self.position))
 
     _changed(patch, Worker, "_note_stable", note)
 

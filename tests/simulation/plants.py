@@ -40,7 +40,7 @@ from taskgraph.protocol import commit as commit_module
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.checkpointing import CheckpointCollector
 from taskgraph.protocol.commit import Leader
-from taskgraph.protocol.insync import InSync, MemberState
+from taskgraph.protocol.insync import InSyncSet, MemberState
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.lease_end import LeaseEnd
@@ -192,7 +192,7 @@ def the_sums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
             original(self, *[msgspec.structs.replace(one, sent=bytes(16), received=bytes(16)) for one in given])
         )
 
-    _changed(patch, Leader, "report", report)
+    _changed(patch, Leader, "receive_reports", report)
 
 
 @plant
@@ -204,12 +204,12 @@ def a_successor_cannot_take_back_that_the_job_ends(patch: pytest.MonkeyPatch) ->
             told.finishing = max(told.finishing, before.get(epoch, 0))
         return counts
 
-    _changed(patch, Leader, "report", report)
+    _changed(patch, Leader, "receive_reports", report)
 
 
 @plant
 def min_in_sync_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InSync, "count_holders", lambda self, key: sys.maxsize)
+    patch.setattr(InSyncSet, "count_holders", lambda self, key: sys.maxsize)
 
 
 @plant
@@ -354,12 +354,12 @@ def a_pending_boundary_replaces_the_committed_one(patch: pytest.MonkeyPatch) -> 
         if not committed:
             self.committed = boundary
 
-    _changed(patch, Boundaries, "hold", hold)
+    _changed(patch, Boundaries, "store", hold)
 
 
 @plant
 def of_several_pending_boundaries_the_first_is_taken(patch: pytest.MonkeyPatch) -> None:
-    def read_epoch(self: Boundaries, epoch: int) -> Boundary | None:
+    def note_committed(self: Boundaries, epoch: int) -> Boundary | None:
         if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
         first = min((key for key in self._stored if key[0] == epoch), default=None)
@@ -369,7 +369,7 @@ def of_several_pending_boundaries_the_first_is_taken(patch: pytest.MonkeyPatch) 
         self._stored = {key: b for key, b in self._stored.items() if key[0] > epoch}
         return self.committed
 
-    patch.setattr(Boundaries, "read_epoch", read_epoch)
+    patch.setattr(Boundaries, "note_committed", note_committed)
 
 
 @plant
@@ -421,7 +421,7 @@ def a_joiner_puts_its_own_member_key(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_candidate_is_admitted_without_the_pending_boundary(patch: pytest.MonkeyPatch) -> None:
-    def missing(original: Any, self: InSync, node: str) -> tuple[Any, ...]:
+    def missing(original: Any, self: InSyncSet, node: str) -> tuple[Any, ...]:
         lacking: tuple[Any, ...] = original(self, node)
         return (
             lacking
@@ -429,7 +429,7 @@ def a_candidate_is_admitted_without_the_pending_boundary(patch: pytest.MonkeyPat
             else tuple(k for k in lacking if k == self._current[0])
         )
 
-    _changed(patch, InSync, "missing", missing)
+    _changed(patch, InSyncSet, "missing", missing)
 
 
 @plant
@@ -464,8 +464,8 @@ def a_backup_accepts_what_it_does_not_hold(patch: pytest.MonkeyPatch) -> None:
     _changed(patch, Serving, "_store", hold)
 
 
-def _waits_for(*places: MemberState) -> Callable[[InSync, Any], tuple[str, ...]]:
-    def waits_for(self: InSync, key: Any) -> tuple[str, ...]:
+def _waits_for(*places: MemberState) -> Callable[[InSyncSet, Any], tuple[str, ...]]:
+    def waits_for(self: InSyncSet, key: Any) -> tuple[str, ...]:
         return tuple(sorted(n for n, p in self._states.items() if p in places and key not in self._acked[n]))
 
     return waits_for
@@ -473,19 +473,19 @@ def _waits_for(*places: MemberState) -> Callable[[InSync, Any], tuple[str, ...]]
 
 @plant
 def a_node_that_is_being_admitted_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InSync, "waits_for", _waits_for(MemberState.MEMBER, MemberState.EVICTING))
+    patch.setattr(InSyncSet, "waits_for", _waits_for(MemberState.MEMBER, MemberState.EVICTING))
 
 
 @plant
 def a_node_that_is_being_evicted_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InSync, "waits_for", _waits_for(MemberState.MEMBER, MemberState.ADMITTING))
+    patch.setattr(InSyncSet, "waits_for", _waits_for(MemberState.MEMBER, MemberState.ADMITTING))
 
 
 @plant
 def a_new_primary_does_not_wait_for_the_members_it_read(patch: pytest.MonkeyPatch) -> None:
     def init(original: Any, self: Primary, *args: Any) -> None:
         original(self, *args)
-        self.backups._insync = InSync([])
+        self.backups._insync = InSyncSet([])
 
     _changed(patch, Primary, "__init__", init)
 

@@ -44,7 +44,7 @@ def taken() -> Iterator[int]:
     while True:
         with socket.create_server((HOST, 0)) as listener:
             port = listener.getsockname()[1]
-            if port < 65535 and endpoints.is_free(HOST, port + 1):
+            if port < 65535 and endpoints.is_port_free(HOST, port + 1):
                 yield port
                 return
 
@@ -56,7 +56,7 @@ def test_port_in_time_wait_is_free() -> None:
         with socket.create_connection((HOST, port)) as there:
             listener.accept()[0].close()
             assert there.recv(1) == b""  # who ended it first waits for what may come late
-    assert endpoints.is_free(HOST, port)
+    assert endpoints.is_port_free(HOST, port)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_from_options_environment_and_toml(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_taken_port_is_skipped(taken: int) -> None:
-    assert not endpoints.is_free(HOST, taken)
+    assert not endpoints.is_port_free(HOST, taken)
     with endpoints.listen_tcp(HOST, (taken, taken + 1)) as listener:
         assert listener.getsockname() == (HOST, taken + 1)
     with pytest.raises(TransportError, match=f"ports {taken}-{taken} are all taken.*give it a wider range of --ports"):

@@ -185,7 +185,7 @@ TELLS = """
 import sys, time
 from taskgraph.system import streams
 streams.prepare_streams()
-streams.never_wait()
+streams.bound_stderr_waits()
 print("ready", flush=True)
 for number in range({lines}):
     print(f"{{number:{width}}}", file=sys.stderr)

@@ -23,7 +23,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import FailureKind, is_space_used_up, judge, refusal, way_out
+from taskgraph.coordination.etcd.failures import FailureKind, advice_on_failure, is_space_used_up, judge, refusal
 from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions, NoAddress
@@ -154,7 +154,7 @@ class Connection:
 
     def __init__(self, options: EtcdOptions) -> None:
         self.options = options
-        self._files_of = {endpoint: options.files(endpoint) for endpoint in options.endpoints}
+        self._files_of = {endpoint: options.file_states(endpoint) for endpoint in options.endpoints}
         """The files that each endpoint's channel depends on, as they were before the channel read them."""
         self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
         self._former_channels: dict[grpc.aio.Channel, float] = {}
@@ -194,7 +194,7 @@ class Connection:
 
     def _renew_channel(self, endpoint: Endpoint) -> None:
         """Creates a new channel if the files were renewed: the old one uses expired TLS files or an old address."""
-        files = self.options.files(endpoint)
+        files = self.options.file_states(endpoint)
         if files == self._files_of[endpoint] or self._closed:
             return
         try:
@@ -455,4 +455,4 @@ class Connection:
 def _details(error: grpc.aio.AioRpcError) -> str:
     """Returns a failure's text, with advice if there is some."""
     details = error.details() or error.code().name
-    return details + way_out(details)
+    return details + advice_on_failure(details)

@@ -14,7 +14,15 @@ import grpc
 from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.errors import CoordinationError, LeaseGone
 
-__all__ = ["FailureKind", "PermissionRefused", "code_and_details", "is_space_used_up", "judge", "refusal", "way_out"]
+__all__ = [
+    "FailureKind",
+    "PermissionRefused",
+    "advice_on_failure",
+    "code_and_details",
+    "is_space_used_up",
+    "judge",
+    "refusal",
+]
 
 
 class PermissionRefused(AccessRefused):
@@ -92,7 +100,7 @@ def is_space_used_up(details: str) -> bool:
     return "database space exceeded" in details
 
 
-def way_out(details: str) -> str:
+def advice_on_failure(details: str) -> str:
     """Returns advice on a failure that etcd does not explain, after a semicolon; "" if there is none."""
     if not is_space_used_up(details):
         return ""

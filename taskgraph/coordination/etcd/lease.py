@@ -75,7 +75,7 @@ class RenewalSchedule:
         self._interval_s = ttl_s / _RENEWALS_PER_TTL
         self._endpoints = endpoints
 
-    def due(self, now: float) -> bool:
+    def take_due(self, now: float) -> bool:
         """Returns True if a renewal is due now; the caller then makes it, and the next is due an interval later."""
         if now < self.next_at:
             return False
@@ -216,7 +216,7 @@ class EtcdLease:
                         if isinstance(failed, LoginFailed):
                             self._log_failure(failed.endpoint, str(failed))
                         rounds.on_login_end(now, failed=isinstance(failed, LoginFailed))
-                if self._closing or self._lost or not rounds.due(now):
+                if self._closing or self._lost or not rounds.take_due(now):
                     continue
                 if now - self._ticked_at > self._stall_limit_s:
                     continue  # the main loop is stuck

@@ -196,7 +196,7 @@ class EtcdOptions:
             root_certificates=given[0], private_key=given[1], certificate_chain=given[2]
         )
 
-    def files(self, endpoint: Endpoint) -> tuple[object, ...]:
+    def file_states(self, endpoint: Endpoint) -> tuple[object, ...]:
         """Returns a value that changes when a TLS file, or the file with the endpoint's address, is replaced."""
         found: list[object] = []
         for path in (self.ca, self.cert, self.key, endpoint.file):

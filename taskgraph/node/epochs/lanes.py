@@ -430,7 +430,7 @@ class EpochLanes:
         epoch, following, backups = attempt.number, finished.following, primary.backups
         log = {epoch - 1: finished.rows} if finished.rows else {}
         boundary = Boundary(following, self._term, snapshot.value, log, snapshot.shared)
-        self._replica.boundaries.hold(boundary, committed=False)
+        self._replica.boundaries.store(boundary, committed=False)
         if self._turns.at == epoch:
             if self._has_several:
                 self._on_snapshot_taken(following.epoch)

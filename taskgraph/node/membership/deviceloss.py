@@ -14,7 +14,7 @@ from taskgraph.errors import CoordinationError, TaskGraphError
 from taskgraph.node.replica import COPIES
 from taskgraph.node.usercode.errors import UserCodeError, cuda_error
 from taskgraph.protocol import transactions
-from taskgraph.protocol.deviceloss import Decision, decide, hint
+from taskgraph.protocol.deviceloss import Decision, decide, illegal_access_hint
 from taskgraph.protocol.records import GoneRecord
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class DeviceLoss:
         if self._leaving or not self._node.running:
             return None
         if why := self._decide(task, epoch).fail:
-            return why + hint(found)
+            return why + illegal_access_hint(found)
         self._leaving = True
         # Owned by the node, which must end even if that primary is replaced meanwhile.
         self._node.own(self._leave(error, found, task, epoch), "leave without a device")
@@ -106,7 +106,7 @@ class DeviceLoss:
         """
         node = self._node
         where = f" in {error.where!r}" if isinstance(error, UserCodeError) else ""
-        said = f"{type(found).__name__}: {found}"[:_LONG] + hint(found)
+        said = f"{type(found).__name__}: {found}"[:_LONG] + illegal_access_hint(found)
         reason = f"ended its process, since task {task} met an error of its device{where}, epoch {epoch}: {said}"
         self.error = DeviceLost(f"{node.name} {reason}")
         node.log.error("task %d met an error of its device%s, epoch %d", task, where, epoch, exc_info=found)

@@ -8,7 +8,7 @@ from taskgraph.driver.loading import place_of
 from taskgraph.errors import PieceFailed, TaskGraphError, error_text
 from taskgraph.hints import hint
 from taskgraph.node.usercode.errors import UserCodeError
-from taskgraph.protocol.fatal import Fatal
+from taskgraph.protocol.fatal import DeadlyCode
 from taskgraph.protocol.records import GoneRecord, JobStatus, StatusRecord
 from taskgraph.protocol.setups import NODE_DEPENDENT_CODE
 
@@ -66,9 +66,9 @@ def _readable(text: str) -> bytes:
     return text.encode(errors="backslashreplace")  # lone surrogates can be neither printed nor sent
 
 
-def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writer: str) -> StatusRecord:
+def fatal_record(found: DeadlyCode, names: Mapping[str, GoneRecord], limit: int, writer: str) -> StatusRecord:
     """Makes the record of a job that failed since one task's code ended the processes of the nodes `names`."""
-    wheres = {ran.where for death in names.values() for ran in death.running_code if found.counts(ran)}
+    wheres = {ran.where for death in names.values() for ran in death.running_code if found.includes(ran)}
     reason = (
         f"task {found.task}, epoch {found.epoch}, {' or '.join(map(repr, sorted(wheres)))}: {len(names)} nodes died "
         f"while it ran (fatal_deaths={limit}), and the next would, too: {deaths_text(names)}. Look at that code; where "

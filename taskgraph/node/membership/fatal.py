@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.node.membership.failing import fatal_record
 from taskgraph.protocol import transactions
-from taskgraph.protocol.fatal import Fatal, find_fatal
+from taskgraph.protocol.fatal import DeadlyCode, find_deadly_code
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.records import name_of
 
@@ -34,13 +34,13 @@ class FatalCode:
         """Begins to fail the job, once, if one task's code ended too many nodes. True if so: no takeover may begin."""
         node, view = self._node, self._node.keeper.view
         if self._failing is None:
-            found = find_fatal(view, node.settings.fatal_deaths)
+            found = find_deadly_code(view, node.settings.fatal_deaths)
             if found is None or node.paused or not view.has_work:
                 return False
             self._failing = node.own(self._fail(found), "fail for code that ends its process")
         return True
 
-    async def _fail(self, found: Fatal) -> None:
+    async def _fail(self, found: DeadlyCode) -> None:
         """Fails the job in etcd; calls `changed` afterwards, also if etcd refused."""
         node, view = self._node, self._node.keeper.view
         names = {name_of(each): record for each, record in found.deaths.items()}

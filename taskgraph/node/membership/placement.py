@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from taskgraph.protocol.placement import Holding, Seat, Wish, place
+from taskgraph.protocol.placement import CurrentReplicas, Seat, Wish, place
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -75,7 +75,7 @@ class Placement:
         # nodes must compute the same, whether they read the next commit with this change or after it. Nothing is lost:
         # such a member still takes over if no other can.
         holdings = {
-            t: Holding(view.primary_node(t), tuple(view.active_members(t)))
+            t: CurrentReplicas(view.primary_node(t), tuple(view.active_members(t)))
             for t in range(job.all_tasks)
             if t in view.primaries
         }

@@ -21,7 +21,7 @@ from taskgraph.errors import CoordinationError, JobError, LeaseGone, PeerLost, T
 from taskgraph.node.membership.arithmetic import why_unlike
 from taskgraph.node.router import peer_of
 from taskgraph.protocol import transactions
-from taskgraph.protocol.reach import describe_unreached, refusal_reason, share_host
+from taskgraph.protocol.reach import can_use_unix_socket, describe_unreached, refusal_reason
 from taskgraph.protocol.records import NodeRecord
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Registration:
         asked = {
             other: record
             for other, record in self._earlier_members().items()
-            if other not in self._answering and not share_host(self._record, record)
+            if other not in self._answering and not can_use_unix_socket(self._record, record)
         }
         if not asked:
             return {}

@@ -67,7 +67,7 @@ class Suspicion:
         No other process listens there under its id. The suspicion ends if the node answers a probe, takes a task back,
         or is still registered when a lease that is not renewed would have expired.
         """
-        if self.detector.port_counts(node) and node != self._node.id:
+        if self.detector.is_refusal_news(node) and node != self._node.id:
             self.detector.port_refused(node, self._node.now())
             view = self._node.keeper.view
             if node in view.nodes and node not in view.gone:
@@ -104,7 +104,7 @@ class Suspicion:
 
     def note_call_refused(self, node: str) -> None:
         """Notes that a node's port refused a call, and soon probes the node, unless its end is known by then."""
-        if self.detector.port_counts(node) and node not in self._doubted:
+        if self.detector.is_refusal_news(node) and node not in self._doubted:
             self._doubted.add(node)
             self._node.own(self._probe_if_registered(node), f"doubt {node}")
 
@@ -176,7 +176,7 @@ class Suspicion:
         if not detector.paused and self._unproved():
             self.note_lease_unproved()  # a pause is coming: nodes that become absent now are not suspected yet
             self.note_lease_proved()
-        for taker, task in detector.takers_back(view).items():
+        for taker, task in detector.nodes_that_took_back(view).items():
             self._note_alive(taker, f"it took task {task} back", trusted=True)
         named = self._nodes_with_tasks()
         if detector.read_view(view, named, node.now()):
@@ -231,7 +231,7 @@ class Suspicion:
             if me.paused or self._unproved():
                 self.detector.restart_times(me.now())  # a frozen node may come here before it sees that it has to pause
                 continue
-            probed, alive = self.detector.refusing(me.keeper.view, me.now())
+            probed, alive = self.detector.split_refusing(me.keeper.view, me.now())
             for node in alive:
                 self._note_alive(node, "it renews its lease", trusted=True)
             for node in probed:

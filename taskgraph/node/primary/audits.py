@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from taskgraph.errors import TransportError
 from taskgraph.protocol.messages import Audit, LedgerEntry, LedgerPage, Report, Stamp
 from taskgraph.protocol.records import name_of
-from taskgraph.protocol.sums import ITEM, REQUEST, encode_sum, explain, identity, total
+from taskgraph.protocol.sums import ITEM, REQUEST, encode_sum, entry_hash, explain, total
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -90,7 +90,7 @@ def _sums(page: Iterable[LedgerEntry]) -> tuple[bytes, bytes]:
     """Returns the two sums of a ledger, encoded: of what the task sent, and of what it received."""
     sides: dict[bool, list[int]] = {True: [], False: []}
     for e in page:
-        sides[e.sent].append(identity(e.kind, e.sender, e.receiver, e.name, e.digest))
+        sides[e.sent].append(entry_hash(e.kind, e.sender, e.receiver, e.name, e.digest))
     return encode_sum(total(sides[True])), encode_sum(total(sides[False]))
 
 

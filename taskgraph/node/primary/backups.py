@@ -3,8 +3,8 @@
     wished for ──► candidate ──► member ──► evicted ──► released
                     offered       acknowledges each pending boundary
 
-One coroutine, the manager, does this for each other node, from the first offer to the release. `protocol.insync.InSync`
-decides which acknowledgements a boundary needs, and when a write may be sent.
+One coroutine, the manager, does this for each other node, from the first offer to the release.
+`protocol.insync.InSyncSet` decides which acknowledgements a boundary needs, and when a write may be sent.
 
 In epochs without incidents no manager takes part: a pending boundary is offered where it is made, and acknowledgements
 are taken where they arrive. Small boundaries of a task that works ahead of the commit are gathered and offered in one
@@ -27,7 +27,7 @@ from taskgraph.node.primary.unsent_offers import UnsentOffers, message_of
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.insync import InSync, MemberState
+from taskgraph.protocol.insync import InSyncSet, MemberState
 from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply, Stamp
 from taskgraph.protocol.records import name_of
 from taskgraph.system.alongside import alongside, any_done
@@ -52,7 +52,7 @@ class Backups:
     """
 
     def __init__(
-        self, node: NodeServices, replica: Replica, *, term: int, epoch: int, primary_revision: int, insync: InSync
+        self, node: NodeServices, replica: Replica, *, term: int, epoch: int, primary_revision: int, insync: InSyncSet
     ) -> None:
         self._node = node
         self._replica = replica
@@ -522,9 +522,9 @@ class Backups:
             candidate=node,
             writer=writer,
         )
-        self._insync.admitting(node)
+        self._insync.begin_admission(node)
         revision = await self._node.transact(txn, key=view.keys.member(self._task, node), writer=writer)
-        self._insync.admitted(node, revision is not None)
+        self._insync.end_admission(node, revision is not None)
         self._follow_soon()
         begins = self._committed_epoch == 0  # one event for the job, not two for each task
         what = f"{name_of(node)} has a backup now"
@@ -538,7 +538,7 @@ class Backups:
             # The view may be behind the takeover that named this member: at its revision the key is there.
             await self._node.keeper.wait_for_revision(self._primary_revision)
             if node not in self._node.keeper.view.members_of(self._task):
-                self._insync.evicting(node)
+                self._insync.begin_eviction(node)
                 self._note_evicted(peer, True)
             return
         writer = self._node.new_writer()
@@ -552,7 +552,7 @@ class Backups:
             writer=writer,
         )
         known = self._insync.state_of(node) is MemberState.MARKED  # by the primary that marked it
-        self._insync.evicting(node)
+        self._insync.begin_eviction(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
         self._note_evicted(peer, revision is not None)
         ended = not self._node.keeper.view.running  # nodes leave at the end of a job: no event
@@ -561,7 +561,7 @@ class Backups:
 
     def _note_evicted(self, peer: PeerReplica, written: bool) -> None:
         """Notes whether the evicting write succeeded; if so, ignores the answers to offers under way to the node."""
-        self._insync.evicted(peer.node, written)
+        self._insync.end_eviction(peer.node, written)
         if written:
             peer.withdraw()
         self._follow_soon()

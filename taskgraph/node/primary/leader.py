@@ -22,12 +22,12 @@ from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import (
     DIFFERENT_RESULTS_TEXT,
     Commit,
-    Diverged,
     KeepWaiting,
     Leader,
     Restart,
     SealTasks,
-    Unequal,
+    UnequalSharedState,
+    UnequalSums,
 )
 from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle
 from taskgraph.protocol.kv import Compare
@@ -84,7 +84,7 @@ class _LedgerLook(NamedTuple):
 
     at: float
     entries: int
-    explained: tuple[Diverged, tuple[Compare, ...], float] | None
+    explained: tuple[UnequalSums, tuple[Compare, ...], float] | None
     """The conclusion and its grounds, if the ledgers showed nothing but waits."""
 
 
@@ -148,7 +148,7 @@ class LeaderRole:
             return None
         if leader.stamp != view.stamp:
             self._begin_epoch()
-        if leader.report(*reports):
+        if leader.receive_reports(*reports):
             self._last_news = self._clock()
             self._rows_came.set()
             if leader.ready:
@@ -271,7 +271,7 @@ class LeaderRole:
         """Lets `Leader` decide about the epoch at work, and carries the decision out."""
         settled = self._clock() - self._last_news > _SETTLE_S
         decision = self._leader.decide(self._node.keeper.view, settled=settled)
-        if not isinstance(decision, Diverged):
+        if not isinstance(decision, UnequalSums):
             self._audit_waits = ()
         match decision:
             case Commit() as commit:
@@ -281,9 +281,9 @@ class LeaderRole:
                 await self._seal(versions)
             case Restart(why):
                 await self._restart(why)
-            case Unequal(tasks):
+            case UnequalSharedState(tasks):
                 await self._fail_unequal(tasks)
-            case Diverged() as diverged:
+            case UnequalSums() as diverged:
                 if self._may_ask_ledgers(diverged):
                     await self._explain_divergence(diverged)
             case KeepWaiting():
@@ -474,7 +474,7 @@ class LeaderRole:
         if wrong is not None:  # else a task did not answer: it is decided again
             await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
-    async def _explain_divergence(self, diverged: Diverged) -> None:
+    async def _explain_divergence(self, diverged: UnequalSums) -> None:
         """Examines unequal sums by the ledgers: names waits; or fails the job, or after a takeover restarts the epoch.
 
         Gives up with the first new report.
@@ -514,7 +514,7 @@ class LeaderRole:
         )
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
-    def _may_ask_ledgers(self, diverged: Diverged) -> bool:
+    def _may_ask_ledgers(self, diverged: UnequalSums) -> bool:
         """True if enough time has passed to ask for ledgers again."""
         if (looked := self._last_look) is None:
             return True
@@ -523,7 +523,7 @@ class LeaderRole:
             rest_s = max(rest_s, min(_LONGEST_PAUSE_S, (looked.at - self._last_news) * _PAUSE_SHARE))
         return self._clock() >= looked.at + rest_s
 
-    def _is_unchanged(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> bool:
+    def _is_unchanged(self, diverged: UnequalSums, fence: tuple[Compare, ...], news: float) -> bool:
         """True if the reports and the view that the divergence was concluded from are unchanged."""
         decision = self._leader.decide(self._node.keeper.view, settled=True)
         return decision == diverged and self._fences() == fence and self._last_news == news

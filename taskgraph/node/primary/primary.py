@@ -31,7 +31,7 @@ from taskgraph.node.primary.shared_state import SharedStateAccess
 from taskgraph.node.snapshots import empty_snapshot
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cuda_error
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.insync import InSync
+from taskgraph.protocol.insync import InSyncSet
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Call, Encoded, HandOver, Reason, Reply, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, JobStatus, PrimaryRecord, name_of
@@ -68,7 +68,7 @@ class Primary:
         # epoch, would make it a possible successor. `Backups` deletes its key.
         others = {n: m for n, (_, m) in taken.members.items() if n != node.id}
         at = EpochRecord(epoch=taken.epoch, attempt=taken.attempt, lineage=taken.lineage)
-        insync = InSync(
+        insync = InSyncSet(
             [n for n, m in others.items() if m.until is None],
             marked=[n for n, m in others.items() if m.until is not None and holds(m, at)],
         )
@@ -234,7 +234,7 @@ class Primary:
                 made = await replica.snapshot({}, {})
             boundary = Boundary(Stamp(at.attempt, at.epoch), self.term, made.value, shared=made.shared)
         log = await replica.read_reports(boundary.value)
-        if replica.boundaries.hold(boundary, committed=True):  # else it was undone meanwhile
+        if replica.boundaries.store(boundary, committed=True):  # else it was undone meanwhile
             replica.log.fold(log)
         self.node.keeper.notify_later()  # other tasks may wait for the shared state in it
         return boundary

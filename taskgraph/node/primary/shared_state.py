@@ -83,7 +83,7 @@ class SharedStateAccess:
                 f"setup() makes other values each time, or a codec gives other bytes for what it has decoded"
             )
         whole = Boundary(boundary.stamp, boundary.term, boundary.value, boundary.log, reply.value)
-        return whole if replica.boundaries.hold(whole, committed=True) else None
+        return whole if replica.boundaries.store(whole, committed=True) else None
 
     async def _fetch(self, of: int) -> SharedState:
         """Fetches the shared state of the committed boundary from task `of`, with retries if this node lacks memory."""
@@ -125,7 +125,7 @@ class SharedStateAccess:
             return False
         assert view.epoch is not None
         replica.follow(view.epoch.record)
-        return True if replica.ready and replica.boundaries.holds(stamp.epoch) else None
+        return True if replica.ready and replica.boundaries.has_committed(stamp.epoch) else None
 
     async def describe(self, stamp: Stamp, *, before: bool) -> SharedDigests:
         """Answers `DescribeShared`: a digest of each shared attribute, before or after an epoch.

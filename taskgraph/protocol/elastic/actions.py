@@ -16,16 +16,16 @@ __all__ = [
     "Complete",
     "Contribute",
     "Contribution",
-    "Differ",
     "Drop",
+    "Excluded",
     "GiveTotals",
-    "Holds",
     "Merge",
-    "NoneWhole",
-    "Outside",
+    "NoWholeWorker",
+    "SendPosition",
     "SendReport",
-    "Stable",
     "SumTogether",
+    "TotalsStable",
+    "UnequalTags",
 ]
 
 
@@ -37,7 +37,7 @@ class Contribution:
         view: its number.
         tag: a digest of all totals so far and of what user code asks for.
         large: the sums are large enough to be added up in slices.
-        apart: the message has no whole sums: the workers of the view add up together (`SumTogether`).
+        apart: the message has no whole sums: all workers add up together (`SumTogether`).
     """
 
     view: int
@@ -50,7 +50,7 @@ class Contribution:
 
 @frozen
 class SendReport:
-    """Send the report to all other workers of the view, with the view, for workers that have not read it.
+    """Send the report and the view to all other workers of the view.
 
     Keep the sums that the report names, also received ones, and drop all others of the position at work.
     """
@@ -119,14 +119,14 @@ class GiveTotals:
 
 
 @frozen
-class Stable:
+class TotalsStable:
     """All workers of the view hold the totals below `position`; repeated once `Worker.all_whole` is true."""
 
     position: int
 
 
 @frozen
-class Holds:
+class SendPosition:
     """Tell all other workers of the view that this one holds the totals below `position`."""
 
     view: int
@@ -134,7 +134,7 @@ class Holds:
 
 
 @frozen
-class Differ:
+class UnequalTags:
     """The tags of the workers differ at this position: their totals do, their state, or what their user code asks for.
 
     Attributes:
@@ -147,12 +147,12 @@ class Differ:
 
 
 @frozen
-class Outside:
+class Excluded:
     """The view excludes this worker: compute nothing more, and go back to the state whose last total was stable."""
 
 
 @frozen
-class NoneWhole:
+class NoWholeWorker:
     """No whole worker is left in this view: the job can only return to a checkpoint."""
 
     view: int
@@ -166,9 +166,9 @@ Action = (
     | SumTogether
     | Complete
     | GiveTotals
-    | Holds
-    | Stable
-    | Differ
-    | Outside
-    | NoneWhole
+    | SendPosition
+    | TotalsStable
+    | UnequalTags
+    | Excluded
+    | NoWholeWorker
 )

@@ -17,18 +17,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from taskgraph.protocol.elastic.actions import Complete, Contribution, Differ, SumTogether
+from taskgraph.protocol.elastic.actions import Complete, Contribution, SumTogether, UnequalTags
 from taskgraph.protocol.elastic.flush import FlushOutcome, deal_all
 from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
 
-__all__ = ["NOTHING_DUE", "DueParts", "Exchange"]
+__all__ = ["NOTHING_DUE", "DueContributions", "Exchange"]
 
 _FEWEST_OWNERS = 3
 """Two workers send each other all sums: slices would be as many bytes, and one message later."""
 
 
-class DueParts(NamedTuple):
+class DueContributions(NamedTuple):
     """Which parts of the position at work each worker has to contribute: those it computes, and those it holds.
 
     Attributes:
@@ -40,7 +40,7 @@ class DueParts(NamedTuple):
     due: Mapping[str, frozenset[int]]
 
     @classmethod
-    def of(cls, view: View, parts: int, outcome: FlushOutcome | None = None) -> DueParts:
+    def of(cls, view: View, parts: int, outcome: FlushOutcome | None = None) -> DueContributions:
         """Deals the parts of a position to the workers of a view.
 
         Args:
@@ -60,7 +60,7 @@ class DueParts(NamedTuple):
         return owners if len(owners) >= _FEWEST_OWNERS else ()
 
 
-NOTHING_DUE = DueParts(-1, {})
+NOTHING_DUE = DueContributions(-1, {})
 
 
 class Exchange:
@@ -69,7 +69,7 @@ class Exchange:
     Attributes:
         received: worker -> the spans that it contributed in this view.
         tags: worker -> the tag of its contributions.
-        outvoted: workers whose tags differ, as in `Differ`; what they contribute is dropped.
+        outvoted: workers whose tags differ, as in `UnequalTags`; what they contribute is dropped.
         large: the sums are large enough for slices; stays so in later views.
         apart: contributions of this view have no whole sums.
         summing: the workers of this view add up together; `summed`: they have.
@@ -105,8 +105,8 @@ class Exchange:
         return spans is not None and due[worker].issubset({part for span in spans for part in span.parts})
 
     def decide(
-        self, view: View, position: int, dealt: DueParts, tag: bytes, *, together: bool
-    ) -> Complete | SumTogether | Differ | None:
+        self, view: View, position: int, dealt: DueContributions, tag: bytes, *, together: bool
+    ) -> Complete | SumTogether | UnequalTags | None:
         """Decides if the total can be made, all workers have to add up together, or tags differ; None: not yet.
 
         Tags are compared as soon as there is one of each worker: workers that differ may wait for different parts.
@@ -123,7 +123,7 @@ class Exchange:
             self.outvoted = _outvoted(view.workers, self.tags)
             for worker in self.outvoted:  # what they sent may rest on a wrong state: the next view does not hold it
                 del self.received[worker]
-            return Differ(position, self.outvoted)
+            return UnequalTags(position, self.outvoted)
         if not all(self.covered(worker, due) for worker in due):
             return None
         spans = tuple(sorted(span for spans in self.received.values() for span in spans))
@@ -136,7 +136,7 @@ class Exchange:
 
 
 def _outvoted(workers: Sequence[str], tags: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Returns the workers without the tag that most workers have; see `Differ`. `workers` is in order of seniority."""
+    """Returns the workers without the tag that most have; see `UnequalTags`. `workers` is in order of seniority."""
     counts = Counter(tags[worker] for worker in workers)  # in the order of the most senior worker with each tag
     chosen = max(counts, key=counts.__getitem__)
     return tuple(worker for worker in workers if tags[worker] != chosen)

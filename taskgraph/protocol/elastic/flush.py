@@ -63,7 +63,7 @@ class FlushOutcome:
     def deal(self, parts: int) -> dict[str, tuple[int, ...]]:
         """Returns worker -> the parts of M, not in `sources`, that it computes, if M has this number of parts."""
         there = {part for span in self.sources for part in span.parts} | self.begun.keys()
-        dealt = _dealt([part for part in range(parts) if part not in there], self.dealt_to)
+        dealt = _deal_ranges([part for part in range(parts) if part not in there], self.dealt_to)
         for part, worker in self.begun.items():
             if part >= parts:
                 continue  # it was begun ahead, with another number of parts
@@ -73,10 +73,10 @@ class FlushOutcome:
 
 def deal_all(view: View, parts: int) -> dict[str, tuple[int, ...]]:
     """Returns worker -> the parts that it computes of a position that begins in this view."""
-    return _dealt(range(parts), view.workers)
+    return _deal_ranges(range(parts), view.workers)
 
 
-def _dealt(parts: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def _deal_ranges(parts: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Deals parts in contiguous ranges of nearly equal size, by seniority."""
     count, share = len(workers), len(parts)
     return {w: tuple(parts[i * share // count : (i + 1) * share // count]) for i, w in enumerate(workers)}

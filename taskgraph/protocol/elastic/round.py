@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from taskgraph.protocol.elastic.actions import Drop, Merge
-from taskgraph.protocol.elastic.exchange import NOTHING_DUE, DueParts, Exchange
+from taskgraph.protocol.elastic.exchange import NOTHING_DUE, DueContributions, Exchange
 from taskgraph.protocol.elastic.flush import FlushOutcome
 from taskgraph.protocol.elastic.tree import Span, cover, halves, parent
 from taskgraph.protocol.elastic.views import View
@@ -102,7 +102,7 @@ class PositionAtWork:
         """
         if self.parts:
             return 0, ()
-        self.foreseen = DueParts.of(view, self.parts_before)
+        self.foreseen = DueContributions.of(view, self.parts_before)
         self.ahead, mine = self.parts_before, tuple(sorted(self.foreseen.due[self._me]))
         self.begun.update(mine)
         return self.ahead, mine
@@ -119,7 +119,7 @@ class PositionAtWork:
         Args:
             outcome: of the view's flush, if the flush ended at this position.
         """
-        self.dealt = DueParts.of(view, self.parts, outcome)
+        self.dealt = DueContributions.of(view, self.parts, outcome)
         mine = self.due[self._me]
         self.targets = cover(mine, self.parts)
         self.waiting = sorted(mine - self._held() - self.begun)

@@ -50,7 +50,7 @@ def next_view(
     Args:
         gone: nodes whose keys are gone.
         suspects: nodes that may be lost.
-        outvoted: see `Differ`.
+        outvoted: see `UnequalTags`.
         again: the number of a view whose workers, unless lost, are to try again in the next one; -1: none.
     """
     if job.workers is None:
@@ -71,13 +71,13 @@ def next_view(
 
 def leavers(job: JobView, lost: Workers) -> Workers:
     """Returns all nodes that drain; none if, without them and the `lost` ones, the view would have no worker left."""
-    draining, inside = _draining(job), _inside(job)
+    draining, inside = _draining(job), _workers_in_view(job)
     return draining if inside - draining - lost else frozenset()
 
 
 def all_drain(job: JobView) -> bool:
     """Returns True if all registered nodes drain, and all workers are registered: no node can take their state over."""
-    inside = _inside(job)
+    inside = _workers_in_view(job)
     return bool(inside) and inside <= job.nodes.keys() == _draining(job)
 
 
@@ -85,14 +85,14 @@ def all_may_leave(job: JobView) -> bool:
     """Returns True if all nodes drain, and a checkpoint was completed since, with which later nodes can begin."""
     if job.checkpoint is None or not all_drain(job):
         return False
-    return all(job.nodes[worker].mod_revision < job.checkpoint.mod_revision for worker in _inside(job))
+    return all(job.nodes[worker].mod_revision < job.checkpoint.mod_revision for worker in _workers_in_view(job))
 
 
 def _draining(job: JobView) -> Workers:
     return frozenset(node for node, known in job.nodes.items() if known.record.draining)
 
 
-def _inside(job: JobView) -> Workers:
+def _workers_in_view(job: JobView) -> Workers:
     """Returns the workers of the view."""
     return frozenset(() if job.workers is None else View.of(job.workers.record).workers)
 

@@ -29,14 +29,14 @@ from taskgraph.protocol.elastic.actions import (
     Contribute,
     Contribution,
     Drop,
+    Excluded,
     GiveTotals,
-    Holds,
-    NoneWhole,
-    Outside,
+    NoWholeWorker,
+    SendPosition,
     SendReport,
-    Stable,
+    TotalsStable,
 )
-from taskgraph.protocol.elastic.exchange import DueParts
+from taskgraph.protocol.elastic.exchange import DueContributions
 from taskgraph.protocol.elastic.flush import FlushOutcome, FlushReport, settle
 from taskgraph.protocol.elastic.round import PositionAtWork
 from taskgraph.protocol.elastic.stability import Stability
@@ -59,7 +59,7 @@ class Worker:
     Args:
         me: its node id.
         position: the number of totals that its state rests on.
-        whole: it holds all totals: it is in the first view of its lineage.
+        whole: it is in the first view of its lineage.
         together: another communicator makes the totals.
 
     Attributes:
@@ -123,7 +123,7 @@ class Worker:
         return tuple(w for w in due if w != self._me and not exchange.covered(w, due))
 
     @property
-    def dealt(self) -> DueParts:
+    def dealt(self) -> DueContributions:
         """The parts of the position at work, as they are dealt in this view, or will be. May be read in any thread."""
         known = self._round
         return known.dealt if known.dealt.due else known.foreseen
@@ -150,7 +150,7 @@ class Worker:
         if view.since(self._me) != self._since:
             if self.phase != Phase.OUTSIDE:
                 self.phase = Phase.OUTSIDE
-                self._actions.append(Outside())
+                self._actions.append(Excluded())
             return
         self.phase = Phase.FLUSHING
         held, begun = self._round.end_view()
@@ -160,7 +160,7 @@ class Worker:
         self._actions.append(SendReport(view, report))
         self._take_report(self._me, report)
 
-    def report(self, worker: str, view: View, report: FlushReport) -> bool:
+    def receive_report(self, worker: str, view: View, report: FlushReport) -> bool:
         """Takes the report of another worker, and the view that it names. Returns False if this worker may be about to
         enter by that view: then the caller keeps the report until it has."""
         self.read_view(view)
@@ -176,7 +176,7 @@ class Worker:
             return
         outcome = settle(self.view, self._reports)
         if outcome is None:
-            self._actions.append(NoneWhole(self.view.number))
+            self._actions.append(NoWholeWorker(self.view.number))
             return
         self._outcome = outcome
         self._stability.end_flush({worker: self._reports[worker] for worker in self.view.workers})
@@ -197,12 +197,12 @@ class Worker:
         self.phase, self.whole = Phase.WORKING, True
         self._stability.note_working(self._me)
         if self._ended:
-            self._say_holds()
+            self._send_position()
         self._deal()
 
     # -- totals -----------------------------------------------------------------------------------
 
-    def total(self, view: int, position: int) -> bool:
+    def receive_total(self, view: int, position: int) -> bool:
         """Notes the total of a position, which the donor of a view sent. Returns False if it is too early: then the
         caller keeps it until this worker has read that view, and the flush has ended."""
         if view > self.number or (view == self.number and self.phase == Phase.FLUSHING):
@@ -230,7 +230,7 @@ class Worker:
             self._receive(worker, contribution)
         self._note_position(self._me, self.position)
 
-    def note_holds(self, worker: str, view: int, position: int) -> bool:
+    def receive_holds_totals(self, worker: str, view: int, position: int) -> bool:
         """Takes another worker's message that it holds all totals below a position. Returns False if its view has not
         been read here: then the caller keeps the message until it is."""
         if view > self.number:
@@ -245,12 +245,12 @@ class Worker:
         begins_work = at_work and self._stability.note_working(worker)
         self._note_stable()
         if begins_work and self.all_whole:
-            self._actions.append(Stable(self.stable))
+            self._actions.append(TotalsStable(self.stable))
 
     def _note_stable(self) -> None:
-        """Adds an action `Stable` if more totals are stable than before."""
+        """Adds an action `TotalsStable` if more totals are stable than before."""
         if self._outcome is not None and self._stability.grow():
-            self._actions.append(Stable(self.stable))
+            self._actions.append(TotalsStable(self.stable))
 
     # -- parts ------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class Worker:
         self._receive(self._me, contribution)
         self._act_on_contributions()
 
-    def contribution(self, worker: str, contribution: Contribution) -> bool:
+    def receive_contribution(self, worker: str, contribution: Contribution) -> bool:
         """Takes a contribution. Returns False if its view has not been read here: the caller keeps it until it is."""
         if contribution.view > self.number:
             return False
@@ -350,8 +350,8 @@ class Worker:
         """Notes that user code has returned: it reaches no later position."""
         self._ended = True
         if self.phase == Phase.WORKING:
-            self._say_holds()
+            self._send_position()
 
-    def _say_holds(self) -> None:
+    def _send_position(self) -> None:
         """Tells the other workers that this one holds all totals below its position."""
-        self._actions.append(Holds(self.number, self.position))
+        self._actions.append(SendPosition(self.number, self.position))

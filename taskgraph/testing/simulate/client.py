@@ -130,7 +130,7 @@ class SimCoordinator:
         await self._read("revocation of a lease", lambda: self.etcd.store.revoke(lease_id))
 
     async def lease_left(self, lease_id: int) -> int | None:
-        return await self._read("TTL of a lease", lambda: self.etcd.store.left(lease_id))
+        return await self._read("TTL of a lease", lambda: self.etcd.store.seconds_left(lease_id))
 
     async def compact(self, revision: int) -> None:
         """Drops the history before `revision` on the server."""

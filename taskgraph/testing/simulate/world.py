@@ -578,7 +578,7 @@ class World:
             node_id = event.kv.key.removeprefix(self.keys.nodes)
             known, registered = self.nodes.get(node_id), self.invariants.view.nodes.get(node_id)
             if event.kind == "delete" and known is not None and known.exists and registered is not None:
-                if known.declared_gone or self.etcd.store.holds(registered.record.lease):
+                if known.declared_gone or self.etcd.store.has_lease(registered.record.lease):
                     continue  # the key or lease was deleted, and did not expire
                 counts_until = known.process.clock.time_of(known.coordinator.lease_valid_until(registered.record.lease))
                 late_s = counts_until - self.loop.at

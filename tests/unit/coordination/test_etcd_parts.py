@@ -82,9 +82,9 @@ def test_unreadable_tls_file_is_named() -> None:
 
 def test_a_lease_is_renewed_five_times_in_its_ttl() -> None:
     rounds = RenewalSchedule(5.0, endpoints=1, endpoint=0, now=10.0)
-    assert rounds.next_at == 11.0 and not rounds.due(10.9)
-    assert rounds.due(11.0) and rounds.next_at == 12.0
-    assert rounds.due(14.5) and rounds.next_at == 15.5, "from when it was sent: what was missed is not made up for"
+    assert rounds.next_at == 11.0 and not rounds.take_due(10.9)
+    assert rounds.take_due(11.0) and rounds.next_at == 12.0
+    assert rounds.take_due(14.5) and rounds.next_at == 15.5, "from when it was sent: what was missed is not made up for"
 
 
 def test_broken_stream_moves_to_the_next_endpoint() -> None:
@@ -93,15 +93,15 @@ def test_broken_stream_moves_to_the_next_endpoint() -> None:
     assert rounds.endpoint == 2 and rounds.next_at == 10.35
     rounds.on_break(10.2)
     assert rounds.endpoint == 0 and rounds.next_at == 10.35, "no later than it was due"
-    assert rounds.due(10.35) and rounds.next_at == 11.35
+    assert rounds.take_due(10.35) and rounds.next_at == 11.35
 
 
 def test_renewal_after_a_login() -> None:
     rounds = RenewalSchedule(5.0, endpoints=2, endpoint=0, now=10.0)
     rounds.on_login_end(10.5, failed=False)
-    assert rounds.endpoint == 0 and rounds.due(10.5)
+    assert rounds.endpoint == 0 and rounds.take_due(10.5)
     rounds.on_login_end(10.6, failed=True)
-    assert rounds.endpoint == 1 and not rounds.due(10.8) and rounds.due(10.85)
+    assert rounds.endpoint == 1 and not rounds.take_due(10.8) and rounds.take_due(10.85)
 
 
 def test_single_endpoint_is_kept() -> None:
@@ -448,7 +448,7 @@ async def test_failed_endpoint_is_left_once() -> None:
 async def test_channels_with_former_tls_files_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     former: list[grpc.aio.Channel] = []
     monkeypatch.setattr(EtcdOptions, "channel_credentials", lambda _: grpc.ssl_channel_credentials())
-    monkeypatch.setattr(EtcdOptions, "files", lambda _, __: (len(former),))
+    monkeypatch.setattr(EtcdOptions, "file_states", lambda _, __: (len(former),))
     connection = Connection(EtcdOptions.make("https://127.0.0.1:1", timeout_s=0.05))
     for _ in range(3):
         former.append(connection._channels[connection.endpoint])

@@ -78,7 +78,7 @@ def test_calls_of_a_crashed_node_fail() -> None:
             with pytest.raises(Unavailable, match="crashed"):
                 await call
         await lease.close(revoke=True)  # a dead process revokes nothing
-        assert store.holds(lease.id)
+        assert store.has_lease(lease.id)
         assert await other.get("/under-way") is None
 
     run_in_virtual_time(main())

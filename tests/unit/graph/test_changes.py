@@ -9,7 +9,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.graph.arrays import immutable_copy
 from taskgraph.graph.changes import apply_changes, changes_since
 from taskgraph.graph.values import decode, encode, verify
-from taskgraph.protocol.messages import Kept
+from taskgraph.protocol.messages import KeptBuffers
 
 SIZE = 200_000
 
@@ -54,7 +54,7 @@ def test_wrong_places_are_refused(places: tuple[int, ...]) -> None:
     changes = changes_since(after, before)
     assert changes is not None
     with pytest.raises(DecodeError):
-        apply_changes(changes[0], Kept(before.digest, places, after.digest), before)
+        apply_changes(changes[0], KeptBuffers(before.digest, places, after.digest), before)
 
 
 @pytest.mark.parametrize("size", [1 << 20, 3_000_001, 70_000])

@@ -18,7 +18,7 @@ from taskgraph.errors import CoordinationError
 from taskgraph.launch.local import LocalNodes, _Process
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.protocol.fatal import find_fatal
+from taskgraph.protocol.fatal import find_deadly_code
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
 from taskgraph.protocol.records import GoneRecord, JobStatus, NodeRecord, RunningCode, StatusRecord
@@ -133,7 +133,7 @@ async def test_death_is_not_written_for_the_next_run() -> None:
         )
     listing, view = await coordinator.list(KEYS.root), JobView("dead")
     view.reset(listing.revision, listing.items)
-    assert find_fatal(view, 3) is None
+    assert find_deadly_code(view, 3) is None
     assert not view.gone
     assert KEYS.node("n1-1") not in await left(coordinator), "its lease ended all the same"
     await coordinator.close()

@@ -207,7 +207,7 @@ def test_handlers_ask_other_tasks_in_turn() -> None:
 
 
 def test_a_hold_keeps_the_epoch_open() -> None:
-    class Holding(Events):
+    class CurrentReplicas(Events):
         def compose(self, epoch: tg.Epoch) -> None:
             if self.task_id == 0:
                 epoch.scratch.hold = epoch.hold("until task 1 has answered")
@@ -227,7 +227,7 @@ def test_a_hold_keeps_the_epoch_open() -> None:
             self.total += 1
 
     for order in range(3):
-        result = run(job(Holding, epochs=3), kills={(0, 1): "sync"}, order=order)
+        result = run(job(CurrentReplicas, epochs=3), kills={(0, 1): "sync"}, order=order)
         assert result.values == {0: 3, 1: 3}
 
 

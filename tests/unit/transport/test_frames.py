@@ -27,7 +27,7 @@ from taskgraph.transport.frames import (
     pack_frame,
     unpack_head,
 )
-from taskgraph.transport.incoming import Incoming
+from taskgraph.transport.incoming import IncomingMessage
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
 from taskgraph.transport.session import split_buffers
@@ -51,13 +51,13 @@ class Reading:
         )
         self.reader.whole = (FrameKind.CALL, FrameKind.REPLY)
 
-    def _open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
+    def _open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> IncomingMessage | None:
         message = wire.from_header(header)
         if wire.value_of(message) is None and (head.payload or sizes):
             raise DecodeError("a payload where none belongs")
-        return None if head.call in self.skip else Incoming(head, sizes, message)
+        return None if head.call in self.skip else IncomingMessage(head, sizes, message)
 
-    def _complete(self, incoming: Incoming) -> None:
+    def _complete(self, incoming: IncomingMessage) -> None:
         incoming.complete()
         self.messages.append((incoming.head.call, incoming.message))
 
@@ -379,11 +379,11 @@ def test_digest_on_the_way_equals_the_whole_one(cuts: list[int], small: int) -> 
     payload = b"".join((value.meta, *value.buffers))
     head = Head(FrameKind.CALL, 1, 0, len(sizes), 0, len(payload), len(value.meta))
     flag = m.Flag(m.Stamp(1, 1), 1, 1, 1, value)
-    incoming = Incoming(head, sizes, flag, digesting=values.begin_digest)
+    incoming = IncomingMessage(head, sizes, flag, digesting=values.begin_digest)
     at = 0
     for count in (*cuts, len(payload)):
         incoming.take(memoryview(payload)[at : at + count])
         at += count
     assert incoming.missing == 0
-    assert incoming.digest() == value.digest == values.digest_of(incoming.meta(), incoming.buffers())
-    assert Incoming(head, sizes, flag).digest() is None
+    assert incoming.digest() == value.digest == values.digest_of(incoming.meta(), incoming.value_buffers())
+    assert IncomingMessage(head, sizes, flag).digest() is None

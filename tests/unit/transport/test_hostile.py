@@ -26,7 +26,16 @@ from taskgraph.transport.frames import (
     Limits,
     pack_frame,
 )
-from taskgraph.transport.hello import HELLO_LIMITS, Answering, Challenge, Dialling, HelloRefused, Open, Proof, refusal
+from taskgraph.transport.hello import (
+    HELLO_LIMITS,
+    Challenge,
+    DiallerHello,
+    HelloRefused,
+    ListenerHello,
+    Open,
+    Proof,
+    refusal,
+)
 from taskgraph.transport.refusals import RefusalLog
 
 TOKEN = b"0123456789abcdef"
@@ -125,11 +134,13 @@ proofs = st.builds(
 
 
 @pytest.mark.parametrize(
-    "side", [lambda: Answering(TOKEN, "job", "n"), lambda: Dialling(TOKEN, "job", "n", probe=False)]
+    "side", [lambda: ListenerHello(TOKEN, "job", "n"), lambda: DiallerHello(TOKEN, "job", "n", probe=False)]
 )
 @settings(deadline=None, max_examples=150)
 @given(st.lists(frames | opens | challenges | proofs, max_size=6))
-def test_hello_needs_the_token(side: Callable[[], Answering | Dialling], said: list[tuple[FrameKind, bytes]]) -> None:
+def test_hello_needs_the_token(
+    side: Callable[[], ListenerHello | DiallerHello], said: list[tuple[FrameKind, bytes]]
+) -> None:
     hello = side()
     with contextlib.suppress(DecodeError, HelloRefused):
         for kind, data in said:
@@ -139,8 +150,8 @@ def test_hello_needs_the_token(side: Callable[[], Answering | Dialling], said: l
 
 
 def test_hello_steps_come_in_order_and_once() -> None:
-    one, other = Dialling(TOKEN, "job", "a", probe=False), Answering(TOKEN, "job", "b")
-    steps: list[tuple[Dialling | Answering, FrameKind]] = [
+    one, other = DiallerHello(TOKEN, "job", "a", probe=False), ListenerHello(TOKEN, "job", "b")
+    steps: list[tuple[DiallerHello | ListenerHello, FrameKind]] = [
         (other, FrameKind.HELLO_OPEN),
         (one, FrameKind.HELLO_CHALLENGE),
         (other, FrameKind.HELLO_PROOF),
@@ -163,7 +174,7 @@ def test_refusal_of_a_listener_is_one_short_line() -> None:
     why = "no\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 3000
     refused = refusal(why)
     with pytest.raises(HelloRefused) as caught:
-        Dialling(TOKEN, "job", "a", probe=False).on_frame(FrameKind.HELLO_REFUSE, refused)
+        DiallerHello(TOKEN, "job", "a", probe=False).on_frame(FrameKind.HELLO_REFUSE, refused)
     said = str(caught.value)
     assert said.startswith("no?2026-01-01 root INFO all is well ?[31m?zzz")
     assert said.isascii() and said.isprintable() and len(said) <= 300
@@ -172,7 +183,7 @@ def test_refusal_of_a_listener_is_one_short_line() -> None:
 def test_proofs_contain_the_channel_binding() -> None:
     """Proofs of one connection are not valid on another."""
     for mine, theirs, meet in ((b"", b"", True), (b"x" * 48, b"x" * 48, True), (b"x" * 48, b"", False)):
-        one, other = Dialling(TOKEN, "job", "a", probe=False), Answering(TOKEN, "job", "b")
+        one, other = DiallerHello(TOKEN, "job", "a", probe=False), ListenerHello(TOKEN, "job", "b")
         one.binding, other.binding = mine, theirs
         ((_, opened),) = one.open()
         ((_, challenge),) = other.on_frame(FrameKind.HELLO_OPEN, opened)

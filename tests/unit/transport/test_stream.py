@@ -171,14 +171,14 @@ async def test_listener_without_the_token_is_detected(streams: Cluster, monkeypa
     a, b = await streams.node(), await streams.node(token=b"another token, as long")
     from taskgraph.transport import hello
 
-    def gullible(self: hello.Answering, kind: FrameKind, data: bytes) -> hello.Frames:
+    def gullible(self: hello.ListenerHello, kind: FrameKind, data: bytes) -> hello.Frames:
         if kind is FrameKind.HELLO_PROOF:
             self.done = True
             return [(FrameKind.HELLO_WELCOME, msgspec.msgpack.encode(hello.Proof(self._proof_of(b"listener"))))]
         return original(self, kind, data)
 
-    original = hello.Answering.on_frame
-    monkeypatch.setattr(hello.Answering, "on_frame", gullible)
+    original = hello.ListenerHello.on_frame
+    monkeypatch.setattr(hello.ListenerHello, "on_frame", gullible)
     with pytest.raises(PeerLost, match="does not know this job's token"):
         await a.call(b, SEAL)
     assert b.served == []

@@ -28,7 +28,8 @@ BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     m.Sum: st.binary(min_size=16, max_size=16),
     m.Stamp: st.builds(m.Stamp, int64, int64),
     m.Encoded: values,
-    m.Kept | None: st.none() | st.builds(m.Kept, st.binary(), st.lists(int64, max_size=3).map(tuple), st.binary()),
+    m.KeptBuffers | None: st.none()
+    | st.builds(m.KeptBuffers, st.binary(), st.lists(int64, max_size=3).map(tuple), st.binary()),
     Mapping[str, float] | None: st.none() | st.dictionaries(text, st.floats(allow_nan=False), max_size=9),
 }
 

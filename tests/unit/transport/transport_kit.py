@@ -92,7 +92,9 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     ),
     (m.Offer(STAMP, 2**62, 3, True, False, 7, encoded(bytes(200_000), b"z")), m.Accepted()),
     (
-        m.Offer(STAMP, 1, 3, False, False, 7, encoded(b"m", bytes(90_000)), m.Kept(b"b" * 16, (3, -1, 0), b"w" * 16)),
+        m.Offer(
+            STAMP, 1, 3, False, False, 7, encoded(b"m", bytes(90_000)), m.KeptBuffers(b"b" * 16, (3, -1, 0), b"w" * 16)
+        ),
         m.Accepted(),
     ),
     (m.Offers(STAMP, 4, 3, 7, ((9, 0, bytes(16)), (10, 2**31, b"d" * 16)), encoded(bytes(3000))), m.Accepted(4)),

@@ -26,7 +26,7 @@ def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     device = SoftDevice(request.param[0], races=request.param[1])
     monkeypatch.setattr(inprocess, "device_count", lambda: 1)
     monkeypatch.setattr(roles, "array_module", lambda devices: (device.xp, device))
-    hold = Boundaries.hold
+    hold = Boundaries.store
 
     def held(boundaries: Boundaries, boundary: Boundary, *, committed: bool) -> bool:
         assert type(boundary.value) is Encoded, "a replica holds what is on the host"
@@ -34,7 +34,7 @@ def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
         assert boundary.shared is None or type(boundary.shared) is Encoded
         return hold(boundaries, boundary, committed=committed)
 
-    monkeypatch.setattr(Boundaries, "hold", held)
+    monkeypatch.setattr(Boundaries, "store", held)
     yield device
     assert not device.waits_on_loops and not device.calls_on_loops
 

@@ -8,7 +8,7 @@ import pytest
 from cluster_kit import Gated, blindable, eyes, gated, holder, job, play
 
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.protocol.fatal import Fatal
+from taskgraph.protocol.fatal import DeadlyCode
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord, RunningCode
 
@@ -23,7 +23,9 @@ def test_deaths_before_commit_fail_nothing(gated: type[Gated]) -> None:
         behind = next(node for node in cluster.nodes if node.id != leads)
         assert behind.keeper.view.stamp == Stamp(1, 1)
         died = GoneRecord(reason="killed by SIGSEGV", running_code=(RunningCode("count", 0, 1),))
-        failing = asyncio.ensure_future(behind.takeovers._fatal_code._fail(Fatal(0, 1, {"n8-1": died, "n9-1": died})))
+        failing = asyncio.ensure_future(
+            behind.takeovers._fatal_code._fail(DeadlyCode(0, 1, {"n8-1": died, "n9-1": died}))
+        )
         await asyncio.sleep(1.0)
         eyes(behind).see()
         await failing

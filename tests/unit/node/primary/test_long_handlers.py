@@ -12,7 +12,7 @@ import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.primary.audits import Findings
 from taskgraph.protocol.messages import LedgerEntry, Report, Stamp
-from taskgraph.protocol.sums import encode_sum, identity
+from taskgraph.protocol.sums import encode_sum, entry_hash
 from taskgraph.protocol.sums import total as mod_sum
 
 S = Stamp(1, 0)
@@ -73,7 +73,7 @@ def found(*pages: tuple[LedgerEntry, ...], moved: int | None = None) -> Findings
 
     def total(page: tuple[LedgerEntry, ...], side: bool) -> bytes:
         return encode_sum(
-            mod_sum(identity(e.kind, e.sender, e.receiver, e.name, e.digest) for e in page if e.sent is side)
+            mod_sum(entry_hash(e.kind, e.sender, e.receiver, e.name, e.digest) for e in page if e.sent is side)
         )
 
     then = [() if task == moved else page for task, page in enumerate(pages)]

@@ -79,8 +79,8 @@ def test_pending_boundary_replaces_mistaken_commit(gated: type[Gated]) -> None:
         assert right is not None
         assert right.key == (1, 1, 1)
         boundaries.clear()
-        boundaries.hold(Boundary(right.stamp, 0, replaced), committed=False)
-        boundaries.read_epoch(1)
+        boundaries.store(Boundary(right.stamp, 0, replaced), committed=False)
+        boundaries.note_committed(1)
         assert boundaries.committed is not None
         assert boundaries.committed.key == (1, 1, 0), "of a term before, as far as it knows"
         offer = Offer(right.stamp, 1, 0, False, True, 99, right.value)
@@ -116,7 +116,7 @@ def test_stale_offers_are_refused(gated: type[Gated]) -> None:
         assert "task 0 is in term 1, not 1" in await refused(backup, backup, Stamp(1, 2), 1)
         assert "still stepping down" in await refused(primary, primary, Stamp(1, 2), 1)
         assert held.pending == ()
-        assert held.holds(1)
+        assert held.has_committed(1)
 
     play(job(gated, tasks=1), scenario, nodes=2)
 

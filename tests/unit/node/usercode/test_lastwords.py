@@ -11,7 +11,7 @@ import pytest
 
 from taskgraph.node.membership.failing import fatal_record
 from taskgraph.node.usercode.lastwords import LastCalls, LastWords, crash_place, encoded_name, mark_intended, read
-from taskgraph.protocol.fatal import Fatal
+from taskgraph.protocol.fatal import DeadlyCode
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord, RunningCode
 
@@ -116,7 +116,7 @@ def test_job_failed_by_deaths_names_the_code() -> None:
     send = RunningCode("send", 1, 3)
     death = GoneRecord(reason="killed by SIGSEGV", running_code=(RunningCode("add", 2, 3), send))
     other = GoneRecord(reason="exited with code 11", running_code=(send, RunningCode("add", 2, 4)))
-    found = Fatal(1, 3, {"n2-1": death, "n3-1": other})
+    found = DeadlyCode(1, 3, {"n2-1": death, "n3-1": other})
     status = fatal_record(found, {"n2": death, "n3": other}, 2, "a:1")
     assert (status.state, status.task, status.epoch, status.where) == ("failed", 1, 3, "send")
     assert status.reason == (
