@@ -116,7 +116,7 @@ class Joining:
             return False
         self._entering = proposed.number
         self._engine.first_part_due = True
-        self._engine.core.enter(proposed.number)
+        self._engine.core.note_entry(proposed.number)
         txn = transactions.propose(job, proposed, node=node.id, node_revision=node.node_revision, writer=writer)
         revision = await node.put_view(txn, writer)
         if revision is None:

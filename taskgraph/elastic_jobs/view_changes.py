@@ -110,7 +110,7 @@ class ViewChanger:
         else:
             node.let_code_begin_with(copy, view.lineage)
         core.whole = True
-        core.enter(view.lineage)
+        core.note_entry(view.lineage)
 
     def handle_exclusion(self) -> None:
         """Called once this worker has read a view without itself: emits `excluded`, begins anew; not if it drains."""
@@ -216,7 +216,7 @@ class ViewChanger:
         node.events.emit("returned", text)
         if node.has_begun():
             core.whole = True
-            core.enter(view.number)
+            core.note_entry(view.number)
             node.lineage = view.number
         await node.keeper.wait_for_revision(revision)
 

@@ -158,7 +158,7 @@ class Leader:
         self._tasks = tasks
         self._epochs = epochs
         self._ahead = ahead
-        self.gather_by(ahead)
+        self.set_ahead(ahead)
         self.stamp: Stamp | None = None
         self.ready = False
         self.urgent = False
@@ -167,7 +167,7 @@ class Leader:
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) of an accepted seal
         self._restart: tuple[int, str] | None = None  # the latest epoch that cannot complete, and why
 
-    def gather_by(self, ahead: int) -> None:
+    def set_ahead(self, ahead: int) -> None:
         """Sets `enough` to half of `ahead`, so tasks that may be `ahead` epochs ahead can go on during a commit."""
         self.enough = max(1, (ahead + 1) // 2)
 
@@ -244,7 +244,7 @@ class Leader:
         )
         self.urgent = waits or self.has_all_reports(at + self.enough - 1)
 
-    def lacks_task_0(self) -> bool:
+    def waits_only_for_task_0(self) -> bool:
         """True if a task waits for the commit of an epoch in which all tasks but task 0 are done."""
         return any(self._lacks_only_task_0(self._reports.get(epoch, _NOTHING)) for epoch in self._awaited_epochs)
 

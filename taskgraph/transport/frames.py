@@ -42,11 +42,11 @@ __all__ = [
     "Head",
     "Limits",
     "OtherVersion",
+    "add_digests",
     "check_head",
     "check_rest",
     "pack_frame",
     "pack_head",
-    "seal",
     "unpack_head",
 ]
 
@@ -133,7 +133,7 @@ class Head(NamedTuple):
 
     def pack(self, rest: bytes = b"") -> bytes:
         """Returns the head, with digests, followed by `rest`: the sizes of the buffers and the header."""
-        return seal(HEAD.pack(MAGIC, PROTOCOL_VERSION, *self) + rest, len(rest))
+        return add_digests(HEAD.pack(MAGIC, PROTOCOL_VERSION, *self) + rest, len(rest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def unpack_head(data: memoryview, limits: Limits) -> Head:
     return Head(KINDS[kind], call, header, buffers, body, payload, meta)
 
 
-def seal(frame: bytes, rest_bytes: int) -> bytes:
+def add_digests(frame: bytes, rest_bytes: int) -> bytes:
     """Returns a frame with its two digests. `rest_bytes`: the number of bytes of its sizes and header."""
     head = frame[:_REST_DIGEST_AT] + xxh3_64_digest(frame[HEAD_BYTES : HEAD_BYTES + rest_bytes])
     return b"".join((head, xxh3_64_digest(head), frame[HEAD_BYTES:]))

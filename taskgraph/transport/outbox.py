@@ -24,8 +24,8 @@ from taskgraph.transport.frames import (
     PROTOCOL_VERSION,
     FrameKind,
     Head,
+    add_digests,
     pack_head,
-    seal,
 )
 
 __all__ = ["Outbox"]
@@ -82,7 +82,7 @@ class Outbox:
 
     Attributes:
         write: may be replaced between two frames.
-        sealed: frame heads contain digests. Without them if buffers may be lent: a unix socket damages nothing.
+        with_digests: frame heads contain digests. Without them if buffers may be lent: a unix socket damages nothing.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Outbox:
         on_backpressure: Callable[[bool], object],
     ) -> None:
         self.write = write
-        self.sealed = False
+        self.with_digests = False
         self._call_soon = call_soon
         self._lend = lend
         self._on_backpressure = on_backpressure
@@ -124,8 +124,8 @@ class Outbox:
                 return
             head = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size)
             frame = head + header + meta
-        if self.sealed:
-            frame = seal(frame, len(header))
+        if self.with_digests:
+            frame = add_digests(frame, len(header))
         if self._paused or self._small:
             self._send_small(call, frame)
         else:
@@ -136,7 +136,7 @@ class Outbox:
         """Sends a frame that makes several calls. `drop` of the first call does not remove it."""
         if not self._closed:
             frame = pack_head(MAGIC, PROTOCOL_VERSION, kind, first, len(header), 0, 0, 0, 0) + header
-            self._send_small(0, seal(frame, len(header)) if self.sealed else frame)
+            self._send_small(0, add_digests(frame, len(header)) if self.with_digests else frame)
 
     def _send_small(self, call: int, frame: bytes) -> None:
         """Writes a frame in one piece now, or queues it before large payloads."""
@@ -176,8 +176,8 @@ class Outbox:
         count = len(sizes)
         head = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, len(header), count, inline, payload, meta)
         opening = b"".join((head, struct.pack(f"!{count}Q", *sizes), header))
-        if self.sealed:
-            opening = seal(opening, 8 * count + len(header))
+        if self.with_digests:
+            opening = add_digests(opening, 8 * count + len(header))
         if inline or not payload:
             self._send_small(call, b"".join((opening, value.meta, *carried)))
         else:

@@ -89,7 +89,7 @@ class _Arena:
         if not shared:
             self.memory = memoryview(mmap.mmap(-1, size))
             return
-        fd = _anonymous()
+        fd = _make_anonymous_memory()
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _WANTED_SEALS)  # no process, nor this one, can take pages from a reader
@@ -151,7 +151,7 @@ class _ArenaSegment:
             pin.then = partial(self.arena.free_after_unlock, self.offset, self.size)
 
 
-def _anonymous() -> int:
+def _make_anonymous_memory() -> int:
     """Makes anonymous memory. Some kernels require the flag for no executable memory, older ones refuse it."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:

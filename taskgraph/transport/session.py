@@ -172,7 +172,7 @@ class Session(asyncio.BufferedProtocol):
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         sock = transport.get_extra_info("socket")
-        self._outbox.sealed = self._reader.checked = sock is None or sock.family != socket.AF_UNIX
+        self._outbox.with_digests = self._reader.checked = sock is None or sock.family != socket.AF_UNIX
         self._hello.binding = channel_binding(transport.get_extra_info("ssl_object"))
         self.where = self.where or str(transport.get_extra_info("peername") or "a unix socket")
         self._timer = self._loop.call_later(self._hello_s, self._on_hello_timeout)

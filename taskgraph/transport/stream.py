@@ -117,7 +117,7 @@ class _BrokeInHello(PeerLost):
     """The connection broke during the hello."""
 
 
-def _idle_bytes() -> int:
+def _max_idle_bytes() -> int:
     """Returns how much idle memory a process keeps for its next values: little, since a host runs several nodes."""
     return max(_LEAST_IDLE_BYTES, memory_bytes() // 32)
 
@@ -227,7 +227,7 @@ class StreamTransport:
         self._threads: ThreadPoolExecutor | None = None
         self._staging: ThreadPoolExecutor | None = None
         descriptors = endpoints.descriptor_limit()
-        self._pool = Pool(max_segments=min(descriptors // 8, 1024), max_idle_bytes=_idle_bytes())
+        self._pool = Pool(max_segments=min(descriptors // 8, 1024), max_idle_bytes=_max_idle_bytes())
         self.allocate = self._pool.allocate
         self.mappings = Mappings(limit=min(descriptors // 8, 1024))
         self._trimming: asyncio.TimerHandle | None = None

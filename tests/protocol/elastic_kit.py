@@ -103,7 +103,7 @@ class World:
         self.entered = set(self.view.workers)
         for name in self.view.workers:
             self.peers[name] = Peer(name, Worker(name, whole=True, together=together))
-            self.peers[name].core.enter(0)
+            self.peers[name].core.note_entry(0)
         for peer in list(self.peers.values()):
             self.read(peer, self.view)
         if self.joins and self.rng.random() < 0.5:
@@ -205,7 +205,7 @@ class World:
             donor.core.view is not None and donor.core.view.number == self.view.number and len(peer.totals) < self.steps
         ):
             self.view = self.view.joined_by(peer.name)
-            peer.core.enter(self.view.number)
+            peer.core.note_entry(self.view.number)
             peer.user = max(peer.user, 0)
             self.note(f"{peer.name} enters {self.view}")
 

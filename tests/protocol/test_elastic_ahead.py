@@ -10,7 +10,7 @@ from taskgraph.protocol.elastic.worker import Worker
 
 def alone_after_a_step(parts: int) -> Worker:
     worker = Worker("a", whole=True)
-    worker.enter(0)
+    worker.note_entry(0)
     worker.read_view(View(0, 0, (Entry("a", 0),)))
     worker.begin(parts, b"")
     assert worker.take_parts() == list(range(parts))

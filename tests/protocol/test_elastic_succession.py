@@ -46,7 +46,7 @@ def whole(world: World, me: str, since: int = 0) -> Worker:
     job = world.view()
     assert job.workers is not None
     worker = Worker(me, whole=True)
-    worker.enter(since)
+    worker.note_entry(since)
     worker.read_view(View.of(job.workers.record))
     return worker
 

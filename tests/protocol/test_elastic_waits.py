@@ -12,7 +12,7 @@ from taskgraph.protocol.elastic.worker import Worker
 def test_worker_names_whom_it_waits_for() -> None:
     view = View(0, 0, (Entry("A", 0), Entry("B", 0)))
     worker = Worker("A", whole=True)
-    worker.enter(0)
+    worker.note_entry(0)
     assert worker.awaited == ()
     worker.read_view(view)
     assert worker.awaited == ("B",)  # its report
@@ -27,7 +27,7 @@ def test_worker_names_whom_it_waits_for() -> None:
 def test_late_message_of_an_excluded_worker_holds_nothing_up() -> None:
     first = View(0, 0, (Entry("A", 0), Entry("B", 0), Entry("C", 0)))
     worker, view = Worker("A", whole=True), first.without({"C"})
-    worker.enter(0)
+    worker.note_entry(0)
     worker.read_view(view)
     worker.receive_report("B", view, FlushReport(0, whole=True))
     worker.receive_holds_totals("C", 0, 0)  # of the view before

@@ -365,7 +365,7 @@ def an_excluded_worker_goes_on_with_its_state(patch: pytest.MonkeyPatch) -> None
     def excluded(_: Callable[..., None], self: ViewChanger) -> None:
         core = self._node.engine.core
         assert core.view is not None
-        core.enter(core.view.number + 1)
+        core.note_entry(core.view.number + 1)
 
     _changed(patch, ViewChanger, "handle_exclusion", excluded)
 

@@ -130,7 +130,7 @@ class LeaderRole:
         The other tasks count as equally far.
         """
         self._task_ahead = ahead
-        self._leader.gather_by(ahead)
+        self._leader.set_ahead(ahead)
 
     # -- messages of primaries --------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class LeaderRole:
         return self._accepted
 
     def lacks_own_report(self) -> bool:
-        return self._leader.lacks_task_0()
+        return self._leader.waits_only_for_task_0()
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
         """Takes a primary's request to restart its epoch, once that is `within_reach` of the view."""

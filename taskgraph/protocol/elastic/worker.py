@@ -1,6 +1,6 @@
 """One worker of an elastic job, without values, clock or messages' transport: what follows from each event.
 
-    outside ──enter, then a view that lists it──► flushing ──reports of all──► lacking ──totals──► working
+    outside ─note_entry, a view that lists it───► flushing ──reports of all──► lacking ──totals──► working
        ▲                                             ▲  └──────────────────────────────────────────►│
        └──────────── a view without it ──────────────┴──────────── a new view ──────────────────────┘
 
@@ -137,7 +137,7 @@ class Worker:
 
     # -- views ------------------------------------------------------------------------------------
 
-    def enter(self, number: int) -> None:
+    def note_entry(self, number: int) -> None:
         """Notes the number of the view by which this worker is about to enter; in other entries it is outside."""
         self._since = number
 

@@ -235,7 +235,7 @@ def sealed(kind: FrameKind, message: m.Message) -> bytes:
     """The frame of a message on TCP."""
     out: list[bytes] = []
     outbox = outbox_to(out, lambda callback: callback())
-    outbox.sealed = True
+    outbox.with_digests = True
     outbox.send(kind, 7, wire.to_header(message), wire.value_of(message))
     return b"".join(out)
 
@@ -284,7 +284,7 @@ def test_every_damaged_bit_of_a_header_is_noticed(name: str, cut: int) -> None:
 def test_tcp_frames_have_digests() -> None:
     out: list[bytes] = []
     outbox = outbox_to(out, lambda callback: callback())
-    outbox.sealed = True
+    outbox.with_digests = True
     for number, (call, _) in enumerate(EXCHANGES, 1):
         outbox.send(FrameKind.CALL, number, wire.to_header(call), wire.value_of(call))
     outbox.send(FrameKind.CALL, 100, wire.to_header(LARGE), LARGE.value)

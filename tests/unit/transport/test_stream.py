@@ -42,7 +42,15 @@ from taskgraph.protocol.sums import encode_sum
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport.api import Peer, PendingReply
-from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, PROTOCOL_VERSION, FrameKind, Head, pack_frame, seal
+from taskgraph.transport.frames import (
+    CHUNK_BYTES,
+    HEAD_BYTES,
+    PROTOCOL_VERSION,
+    FrameKind,
+    Head,
+    add_digests,
+    pack_frame,
+)
 from taskgraph.transport.stream import StreamTransport
 
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
@@ -251,8 +259,8 @@ async def test_recorded_hello_is_useless(streams: Cluster) -> None:
         b"GET / HTTP/1.1\r\n\r\n" + bytes(40),
         pack_frame(Head(FrameKind.CALL, 1)),
         b"TG",
-        seal(pack_whole(FrameKind.CALL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
-        seal(pack_whole(FrameKind.TELL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
+        add_digests(pack_whole(FrameKind.CALL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
+        add_digests(pack_whole(FrameKind.TELL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
     ],
     ids=["http", "empty call", "cut", "call", "tell"],
 )
