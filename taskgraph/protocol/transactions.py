@@ -337,7 +337,7 @@ def reread_take_over(view: JobView, task: int) -> Txn:
 def _primary_fences(
     view: JobView, task: int, primary_revision: int, node: str, node_revision: int
 ) -> tuple[Compare, ...]:
-    """Compares that `node` is registered, and still the task's primary."""
+    """Builds the comparisons that `node` is registered, and still the task's primary."""
     return (Compare(view.keys.primary(task), primary_revision), Compare(view.keys.node(node), node_revision))
 
 
@@ -354,7 +354,7 @@ def admit(
     """Makes a candidate a member of the task: puts it into the in-sync set. `node` is the task's primary.
 
     Raises:
-        LookupError: the candidate is not registered in the view. A comparison with revision 0 would require that.
+        LookupError: the candidate is not registered in the view. Comparing revision 0 would require its absence.
     """
     keys = view.keys
     if candidate not in view.nodes:
