@@ -27,6 +27,7 @@ from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import (
     CoordinationError,
     JobError,
+    JobFailed,
     JobRunning,
     OutcomeUnknown,
     TaskGraphError,
@@ -46,6 +47,7 @@ from taskgraph.launch.shown import JobProgress
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.network import rpc
 from taskgraph.observe.events import Event
+from taskgraph.protocol.records import JobStatus
 from taskgraph.results import JobResult
 from taskgraph.transport.hello import token_mark
 
@@ -351,8 +353,9 @@ def result(name: str, etcd: str | None = None) -> JobResult:
 
     Raises:
         UnknownJob: no job of that name is known; or it finished, and its values are not kept.
-        JobFailed: it failed, was cancelled, or has not finished.
-        JobError: it is no job's name.
+        JobFailed: it failed, was cancelled, or has not finished. Without `etcd`, an earlier run's result is returned
+            until a job has ended.
+        JobError: the name is not a string; or `etcd` is given, and an event loop runs in this thread.
     """
     if not isinstance(name, str):
         raise JobError(f"tg.result takes the name of a job, not {name!r:.100}")
@@ -361,6 +364,8 @@ def result(name: str, etcd: str | None = None) -> JobResult:
     else:
         check_no_loop("tg.result(..., etcd=...)", "`await asyncio.to_thread(tg.result, name, etcd)`")
         kept = asyncio.run(_find_kept(name, etcd))
+    if (kept is None and etcd is None and Runtime().find(name)) or (kept and kept.state == JobStatus.RUNNING):
+        raise JobFailed(f"job {name!r} has not finished: `taskgraph status {name}` shows how far it is", job=name)
     if kept is None:
         raise UnknownJob(f"no finished job {name!r} is known here; pass etcd=... for one that ran elsewhere")
     found = kept.require_result(name)

@@ -255,6 +255,26 @@ def test_the_result_of_a_job_on_ones_own_etcd_is_read_there(embedded_etcd: Embed
         tg.result("absent")
 
 
+async def test_result_of_a_running_job_is_an_error(embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    began, gate = asyncio.Event(), tmp_path / "gate"
+
+    def on_event(event: Event) -> None:
+        if event.kind == "began":
+            began.set()
+
+    job, hooks = sums(pause_at=3, gate=str(gate)), Hooks(on_event)
+    running = asyncio.ensure_future(
+        tg.arun(job, nodes=1, etcd=embedded_etcd.endpoint, name="more", timeout_s=100, hooks=hooks)
+    )
+    await began.wait()
+    for etcd in (None, embedded_etcd.endpoint):
+        with pytest.raises(tg.JobFailed, match="'more' has not finished: `taskgraph status more`"):
+            await asyncio.to_thread(tg.result, "more", etcd)
+    gate.touch()
+    await running
+    assert (await asyncio.to_thread(tg.result, "more", embedded_etcd.endpoint)).value == VALUES
+
+
 _FORKS = """
 import gc, os, signal, sys
 import taskgraph as tg
