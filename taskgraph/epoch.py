@@ -154,8 +154,8 @@ class Work(Protocol):
     def map(self, epoch: Epoch, call: MapCall) -> None:
         """Declares the processors of `Epoch.map`. Raises GraphError if an argument is wrong."""
 
-    def queue(self, epoch: Epoch, name: str) -> QueueState:
-        """Returns how far a queue of the job is. Raises GraphError if that is not known."""
+    def ask_queue_progress(self, epoch: Epoch, name: str) -> QueueState:
+        """Asks a queue's service how far the queue is (done, left). Raises GraphError if that is not known."""
 
     def kept_results(self, tag: str) -> dict[int, Any]:
         """Returns a map's results in earlier attempts of this epoch, by the pieces' places. The caller adds its own."""
@@ -392,7 +392,7 @@ class Epoch(Collectives):
         Raises:
             GraphError: there is no such queue, or it is not known here.
         """
-        return self._work.queue(self, name)
+        return self._work.ask_queue_progress(self, name)
 
     def table(self, name: str) -> EpochTable:
         """Returns a table of the job, for this epoch. Raises TableError if the job has none of this name."""
@@ -414,7 +414,7 @@ class Epoch(Collectives):
         self._work.report(plain_numbers(numbers, self._place))
 
     def finish(self) -> None:
-        """Ends the job when this epoch commits. To fail it instead, raise."""
+        """Ends the job when this epoch commits; one call in one task is enough. To fail the job instead, raise."""
         self._work.finish()
 
     def _find_channels(

@@ -54,7 +54,7 @@ _OF_RANKS: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR",
 
 def hint(error: BaseException) -> str:
     """Returns what to do about an exception; "" if our API did not cause it."""
-    if _is_failed_input(error) and not _has_terminal():
+    if _is_from_missing_terminal(error) and not _has_terminal():
         return _TERMINAL
     if isinstance(error, KeyError):
         return _RANKS if error.args and error.args[0] in _OF_RANKS else ""
@@ -73,7 +73,7 @@ def _value_hint(text: str) -> str:
     return _RANKS if "process group has not been initialized" in text or "RANK expected" in text else ""
 
 
-def _is_failed_input(error: BaseException) -> bool:
+def _is_from_missing_terminal(error: BaseException) -> bool:
     """True if the error is one that `breakpoint()` or `input()` raises without a terminal."""
     return exception_name(error) == "BdbQuit" or (
         isinstance(error, EOFError) and "reading a line" in message_text(error)

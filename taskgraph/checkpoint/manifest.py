@@ -80,7 +80,7 @@ class OtherFormat(CheckpointError):
 
 
 class MissingFile(CheckpointError):
-    """A file of the checkpoint is missing."""
+    """A file of a checkpoint is missing: one of a task, or the manifest, so that no such complete checkpoint exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

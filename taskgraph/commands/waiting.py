@@ -86,7 +86,7 @@ async def wait_for(reached: FoundJob, options: argparse.Namespace) -> int:
         return await print_end(reached, follower, status, result, left=False)
     finally:
         if inside is not None:
-            await _end_nodes(inside, reached.name)
+            await _let_launcher_end_nodes(inside, reached.name)
 
 
 def inside_of(name: str) -> Inside:
@@ -132,10 +132,10 @@ async def _say_without_nodes(follower: Collector, spec: JobSpec) -> None:
             await follower.keeper.wait_until(lambda view: not has_none(view), structure=True)
 
 
-async def _end_nodes(inside: Inside, job: str) -> None:
+async def _let_launcher_end_nodes(launcher: Inside, job: str) -> None:
     """Lets the launcher end what is left of the job's nodes. An error is only printed."""
     try:
-        await inside.ended(job)
+        await launcher.ended(job)
     except TaskGraphError as error:  # how the job ended counts for more
         say(f"the job's nodes are not ended: {error}")
 

@@ -119,10 +119,10 @@ class Pin:
 
 
 class _LockedMemory:
-    """All memory that this process has locked.
+    """Locks and unlocks memory for devices, and counts the bytes that this process has locked.
 
     Args:
-        limit: the most bytes.
+        limit: the most bytes; memory beyond it stays unlocked.
     """
 
     def __init__(self, limit: int) -> None:

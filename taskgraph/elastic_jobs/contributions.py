@@ -64,7 +64,7 @@ class Contributions:
         if self._together is not None or not any(each.is_large for each in sums):
             return None
         others = [worker for worker in dealt.due if worker != self._node.id]
-        return EncodedSums(dealt.view, self._encode(sums, others, dealt.owners if self.are_large(sums) else ()))
+        return EncodedSums(dealt.view, self._encode_for(others, sums, dealt.owners if self.are_large(sums) else ()))
 
     def hold(self, finished: FinishedParts) -> None:
         """Keeps the sums of parts that user code has finished, as this worker's own."""
@@ -96,7 +96,7 @@ class Contributions:
         encoded = self._encoded.pop(spans, None)
         if encoded is None:
             others = [worker for worker in self._core.view.workers if worker != self._node.id]
-            values = self._encode([self._own[span] for span in spans], others, owners)
+            values = self._encode_for(others, [self._own[span] for span in spans], owners)
         else:
             values = encoded.values
         view, position = contribution.view, contribution.position
@@ -105,10 +105,13 @@ class Contributions:
             message = PartSums(view, position, named, contribution.tag, value, contribution.apart)
             self._outboxes.to(worker).put(view, message)
 
-    def _encode(self, sums: Sequence[Sums], others: Sequence[str], owners: Sequence[str]) -> dict[str, Encoded]:
-        """Returns worker -> what it is sent: all sums, or its slice of them, or only layout and collected values."""
-        if owners or self._together is not None:
-            return encode_slices(sums, owners, others, self._node.router.allocate)
+    def _encode_for(
+        self, others: Sequence[str], sums: Sequence[Sums], slice_owners: Sequence[str]
+    ) -> dict[str, Encoded]:
+        """Returns worker -> what it is sent: all sums, if slices have no owners and no process group sums them; else an
+        owner's slice, and other workers only layout and collected values."""
+        if slice_owners or self._together is not None:
+            return encode_slices(sums, slice_owners, others, self._node.router.allocate)
         return dict.fromkeys(others, encode_sums(sums, self._node.router.allocate)) if others else {}
 
     # -- what others sent -------------------------------------------------------------------------

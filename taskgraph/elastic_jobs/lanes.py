@@ -89,7 +89,7 @@ def unpack_pieces(packed: Sequence[Any]) -> list[Any]:
 
 
 class SourceLanes:
-    """The lanes of a source. A `feeds.Feed`; newcomers and checkpoints get where the lanes stand.
+    """The lanes of a source. A `run_rows.RunRows`; newcomers and checkpoints get where the lanes stand.
 
     Args:
         pieces: of the source, the same on all workers.
@@ -183,7 +183,7 @@ class SourceLanes:
 
 
 class LaneStep:
-    """One step of a run that reads a source. A `feeds.FeedStep`."""
+    """One step of a run that reads a source. A `run_rows.StepRows`."""
 
     def __init__(self, of: SourceLanes, number: int) -> None:
         self._of = of

@@ -35,10 +35,10 @@ class Leaving:
         node.draining = True
         node.events.emit("drain", f"{node.name} leaves: {why}", fields={"leaves": node.id})
         if node.running:
-            self.announce()
+            self.announce_in_etcd()
 
-    def announce(self) -> None:
-        """Starts a task that writes into etcd that this node drains."""
+    def announce_in_etcd(self) -> None:
+        """Begins to write the drain to the node's key in etcd. Does not wait."""
         self._node.own(self._node.announce(), "announce the drain")
 
     @property

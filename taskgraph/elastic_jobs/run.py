@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from taskgraph.elastic_jobs.data import data_of, loader_arguments
 from taskgraph.elastic_jobs.dealing import PieceEffects
-from taskgraph.elastic_jobs.feeds import Feed, NumberedFeed
 from taskgraph.elastic_jobs.groups import Group, GroupTurns
 from taskgraph.elastic_jobs.lanes import LaneOptions, SourceLanes, pack_pieces, unpack_pieces
 from taskgraph.elastic_jobs.parts import Part, capture_modules
 from taskgraph.elastic_jobs.progress import RunProgress
 from taskgraph.elastic_jobs.rows import Rows
+from taskgraph.elastic_jobs.run_rows import NumberedRunRows, RunRows
 from taskgraph.elastic_jobs.seeding import GeneratorTurn
-from taskgraph.elastic_jobs.shards import Shards
+from taskgraph.elastic_jobs.shards import SourcePieces
 from taskgraph.elastic_jobs.state import State
 from taskgraph.elastic_jobs.steps import Step, StepOptions, Steps
 from taskgraph.elastic_jobs.tables import RunTable, Tables
@@ -52,7 +52,7 @@ class Run:
         self.named: Any = None
         self.tables = Tables()
         self.effects: PieceEffects | None = self.tables
-        self._shards: Shards[Any] | None = None
+        self._shards: SourcePieces[Any] | None = None
         self._steps: Steps | None = None
         self._turns: GroupTurns | None = None
 
@@ -125,7 +125,7 @@ class Run:
         shuffle: bool = False,
         attempts: int = 3,
         on_error: str = "fail",
-    ) -> Shards[Any]:
+    ) -> SourcePieces[Any]:
         """Returns an iterator over pieces that go to free workers, in place of `run.steps`; once.
 
         A piece counts when the loop asks for the next one. The pieces of a lost worker go to others at once.
@@ -135,7 +135,7 @@ class Run:
                 workers give the same.
             passes: over all pieces.
             shuffle: each pass has an order of its own, from the job's seed.
-            attempts: how many errors in one piece, given to `Shards.fail` or raised by the source, are too many.
+            attempts: how many errors in one piece, given to `SourcePieces.fail` or raised by the source, are too many.
             on_error: what follows then: "fail": the job fails; "set aside": it goes on without that piece.
 
         Raises:
@@ -153,7 +153,7 @@ class Run:
         )
         options = f"{passes=}, {shuffle=}, {attempts=}, {on_error=}"
         what = f"run.shards of {number} pieces (digest {pieces_digest(pieces)}), {options}"
-        self._shards = Shards(self, of, pieces, ledger, what)
+        self._shards = SourcePieces(self, of, pieces, ledger, what)
         return self._shards
 
     def _check_only_loop(self, call: str) -> None:
@@ -295,7 +295,7 @@ class Run:
             if batch is None or drop_last:
                 what = "needs batch=..." if batch is None else "with drop_last=True: the last step is not known before"
                 raise StepError(f"run.steps(source) {what}")
-            feed: Feed = self._lanes(data, LaneOptions(batch, parts, passes, seed, shuffle, buffer))
+            feed: RunRows = self._lanes(data, LaneOptions(batch, parts, passes, seed, shuffle, buffer))
         else:
             if buffer:
                 raise StepError("run.steps(buffer=...) is for sources: rows with numbers are all shuffled")
@@ -309,7 +309,7 @@ class Run:
                 rows = found.rows
             if rows is None or batch is None:
                 raise StepError("run.steps(...) needs rows=... and batch=..., or a DataLoader, or data with batch=...")
-            feed = NumberedFeed(Rows(rows, batch, parts, passes, seed, shuffle, drop_last), found)
+            feed = NumberedRunRows(Rows(rows, batch, parts, passes, seed, shuffle, drop_last), found)
         self._steps = Steps(self, feed, StepOptions(unused == "zero", nonfinite))
         return self._steps
 

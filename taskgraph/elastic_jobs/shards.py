@@ -27,7 +27,7 @@ from taskgraph.protocol.dealing import QueueLedger, Ticket
 from taskgraph.results import Failed
 from taskgraph.sources.reading import Source, content_of
 
-__all__ = ["Pieces", "Shards"]
+__all__ = ["Pieces", "SourcePieces"]
 
 R = TypeVar("R")
 
@@ -37,7 +37,7 @@ def _keep_nothing() -> None:
 
 
 class RunForShards(Protocol):
-    """What `Pieces` and `Shards` use of `run.Run`."""
+    """What `Pieces` and `SourcePieces` use of `run.Run`."""
 
     progress: RunProgress
     named: Any
@@ -132,8 +132,9 @@ class Pieces:
         return self._dealing.tally
 
 
-class Shards(Generic[R]):
-    """The pieces of a source, as an iterator: each gives its rows, as a list, or of a source of values the value.
+class SourcePieces(Generic[R]):
+    """The iterator of `run.shards(source)`: of each piece dealt to this worker, its rows as a list, or the value of a
+    source of values.
 
     Leave the loop only by its end: the other workers go on to it.
     """

@@ -21,8 +21,8 @@ from taskgraph.graph.reported import plain_numbers
 from taskgraph.graph.values import decode
 
 if TYPE_CHECKING:
-    from taskgraph.elastic_jobs.feeds import Feed
     from taskgraph.elastic_jobs.gradients import Gradients
+    from taskgraph.elastic_jobs.run_rows import RunRows
     from taskgraph.elastic_jobs.tables import Tables
     from taskgraph.elastic_jobs.tracing import Mark
     from taskgraph.graph.sums import Sums
@@ -61,7 +61,7 @@ class RunForSteps(Protocol):
 class Steps:
     """The steps of a run, in order."""
 
-    def __init__(self, run: RunForSteps, feed: Feed, options: StepOptions) -> None:
+    def __init__(self, run: RunForSteps, feed: RunRows, options: StepOptions) -> None:
         self.run = run
         self.options = options
         self.feed = feed
@@ -258,7 +258,7 @@ class Step:
         self._code = self._steps.run.progress.node.trace.begin()
 
     def _end_code_span(self) -> None:
-        """Ends the span of user code."""
+        """Ends the span that `begin_code_span` began."""
         self._steps.run.progress.node.trace.keep(self._code, "loop", "your code")
 
     def _check_finite(self, sums: Sums, total: dict[str, Any]) -> None:

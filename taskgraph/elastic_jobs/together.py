@@ -119,7 +119,9 @@ class _Group:
         return self._asked
 
     def close(self) -> None:
-        """Closes the group from outside: returns at once, also if an operation is under way."""
+        """Closes the process group at once: a sum under way raises GroupClosed. The thread may still be in it, and is
+        not waited for.
+        """
         self.keys.close()
         self._waiting.put(None)
         if self._asked is not None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from taskgraph.elastic_jobs.feeds import Feed
     from taskgraph.elastic_jobs.parts import Part, RoundId
+    from taskgraph.elastic_jobs.run_rows import RunRows
     from taskgraph.graph.sums import Sums
     from taskgraph.protocol.messages import Encoded
 
@@ -26,7 +26,7 @@ class Watch(Protocol):
     def at_last_boundary(self, step: int, state: Any) -> None:
         """Called when user code has taken all its steps, `step` of them, without `break`."""
 
-    def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
+    def trials(self, round_id: RoundId, part: Part, feed: RunRows) -> Iterator[Part]:
         """Yields parts that user code computes before this part, and whose sums are dropped."""
 
     def after_trial(self, part: Part, sums: Sums) -> None:

@@ -97,7 +97,7 @@ class Collector(Follower):
                     await self.report_last_events()
                     return found
                 damaged_tries += 1
-                self._report_damaged(broken[0], damaged_tries)
+                self._warn_or_give_up(broken[0], damaged_tries)
                 for task in broken:
                     del kept[task]
             await asyncio.sleep(_RETRY_S)
@@ -120,7 +120,7 @@ class Collector(Follower):
                 self.unreachable = failed = error
         return failed
 
-    def _report_damaged(self, task: int, tries: int) -> None:
+    def _warn_or_give_up(self, task: int, tries: int) -> None:
         """Logs a damaged result; raises DecodeError after the last try."""
         holder = name_of(self.view.result_holders().get(task, "?"))
         text = (

@@ -25,7 +25,7 @@ _tokens = itertools.count()
 
 
 def check_function(function: Any) -> None:
-    """Raises JobError unless it is a function of one argument that returns its result."""
+    """Raises JobError if it cannot be called, is async, or is a generator function. Does not look at its arguments."""
     if not callable(function):
         raise JobError(f"tg.map takes a function and its pieces, not {function!r:.100}")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
@@ -95,7 +95,7 @@ def register_here(function: Callable[[Any], Any]) -> str:
 
 
 def find_function(text: str, *, forget: bool = False) -> Callable[[Any], Any]:
-    """Returns the function that `reference` or `register_here` gave a text for.
+    """Returns the function that `make_reference` or `register_here` returned a text for.
 
     Raises:
         JobError: it cannot be imported here.

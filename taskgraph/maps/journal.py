@@ -111,7 +111,7 @@ class Journal:
         self.folder.mkdir(mode=0o700)
         self._write_manifest(function, len(pieces), write_pieces(self.folder, pieces))
 
-    def resume(self, function: str, pieces: Sequence[Any]) -> None:
+    def check_same_or_begin(self, function: str, pieces: Sequence[Any]) -> None:
         """Checks that an earlier call left the same map, to go on with its results; begins anew if it left nothing.
 
         Raises:

@@ -65,8 +65,8 @@ class MapProgress:
         if self.on:
             self._write(f"\r\x1b[2K{self._text()}\n" if self._live else f"{self._text()}\n")
 
-    def event(self, event: Event) -> None:
-        """Shows an event of the job, if it says that something went wrong."""
+    def show_if_wrong(self, event: Event) -> None:
+        """Shows an event of the job if its kind is in `_SHOWN`: something went wrong."""
         if event.kind in _SHOWN and self.on:
             text = one_line(event.text)
             self._write(f"\r\x1b[2K{text}\n" if self._live else f"{text}\n")

@@ -57,8 +57,8 @@ class DrainingState(Protocol):
     def begin(self, why: str) -> None:
         """Asks the node to leave. Asking again changes nothing."""
 
-    def announce(self) -> None:
-        """Tells the other nodes, by etcd, that this node leaves. Called once the node is registered."""
+    def announce_in_etcd(self) -> None:
+        """Begins to write to etcd that this node leaves. Called if `begin` was, once the node is registered."""
 
     @property
     def over(self) -> bool:
@@ -173,11 +173,11 @@ class NodeLife(NodeCore):
                     self._child(group, self.keeper.run(), "view"),
                     self._child(group, self.registration.run(), "lease"),
                     self._child(group, self.suspicion.declare_absent_gone(), "absent nodes"),
-                    self._child(group, self.suspicion.ended_leases.watch(), "leases"),
+                    self._child(group, self.suspicion.lease_poll.run(), "leases"),
                     *(self._child(group, work, name) for name, work in self.services().items()),
                 ]
                 if self.draining:
-                    self.draining_state.announce()
+                    self.draining_state.announce_in_etcd()
                 try:
                     await self._wait_for_end()
                 except asyncio.CancelledError:
@@ -205,7 +205,7 @@ class NodeLife(NodeCore):
             # A running compute may return first; otherwise it ends with the process.
             _, pending = await asyncio.wait(pending, timeout=_STOP_S)
             if pending:
-                self.threads.abandon()
+                self.threads.cancel_futures()
                 rounds += 1
                 if rounds % _LOG_EVERY == 0:
                     self.log.warning("still ending: %s", ", ".join(sorted(task.get_name() for task in pending)))

@@ -87,7 +87,7 @@ class Node(NodeServices):
         self._stop_following()
 
     async def end_parts(self) -> None:
-        await self.roles.end()
+        await self.roles.tear_down_all()
 
     def close_threads(self) -> None:
         super().close_threads()

@@ -56,7 +56,7 @@ from taskgraph.errors import (
 from taskgraph.graph.values import begin_digest, verify
 from taskgraph.jobs import Job
 from taskgraph.network.tls import Tls
-from taskgraph.node.certificate_watch import CertificateWatch
+from taskgraph.node.certificate_expiry import CertificateExpiryWatch
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
 from taskgraph.node.forkserver import serve
@@ -280,7 +280,7 @@ async def _run(
             stack.enter_context(keep_ready_file(Path(config.ready_file), node))
         if tls is not None:
             await stack.enter_async_context(
-                _running_beside(CertificateWatch(tls, events, config.name, node.host).watch())
+                _running_beside(CertificateExpiryWatch(tls, events, config.name, node.host).watch())
             )
         kept = job.settings.events_kept
         keeping = keep_events(

@@ -100,7 +100,7 @@ class Reconciler:
             if not view.is_primary(task, node.id, primary.term):
                 roles.step_down(task)
             else:
-                primary.check_terms()
+                primary.restart_if_acknowledger_replaced()
         roles.adapt_shares()
         if not node.placement.may_start():
             return

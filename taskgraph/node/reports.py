@@ -338,7 +338,8 @@ def _level(block: bytes) -> int:
 
 
 def reports_in(value: Encoded) -> dict[int, Rows] | ReportLog:
-    """Reads the reports in a boundary of task 0. May be called in any thread.
+    """Returns the reports in a boundary of task 0: a dict has only the rows that the boundary adds, by epoch; a
+    `ReportLog` all, as a checkpoint's file has. May be called in any thread.
 
     Raises:
         DecodeError: the value is no such boundary.

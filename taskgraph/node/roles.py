@@ -214,8 +214,8 @@ class Roles:
         """What the teardown of replicas waits for, for `status`."""
         return tuple([self._waits_text(replica) for replica in self.leaving])
 
-    async def end(self) -> None:
-        """Tears all replicas down at the node's end."""
+    async def tear_down_all(self) -> None:
+        """Calls `teardown()` of all replicas here, at the node's end, and waits for it; errors in it become events."""
         self.primaries.clear()
         async with asyncio.TaskGroup() as group:  # concurrently: each may take long
             for replica in self.replicas.values():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NotRequired, Unpack
 
 from taskgraph.checkpoint.places import Place
 from taskgraph.errors import TaskGraphError
-from taskgraph.node.epochs.epoch_memory import EpochMemory
+from taskgraph.node.epochs.epoch_memory import EpochMemoryShares
 from taskgraph.node.life import LifeArguments, NodeLife
 from taskgraph.node.membership.deviceloss import DeviceLoss
 from taskgraph.node.membership.failed_setups import FailedSetUps
@@ -52,7 +52,7 @@ class NodeServices(NodeLife):
         super().__init__(**core)
         self.replicas: dict[int, Replica] = {}
         self.leader: LeaderInterface | None = None
-        self.epoch_memory = EpochMemory()
+        self.epoch_memory = EpochMemoryShares()
         self.emitted_unsaved: set[str] = set()
         self.placement = Placement(self)
         self.commit_interval = CommitInterval(self)

@@ -384,7 +384,7 @@ class QueueLedger:
             self._next_pass += 1
 
     def _end_passes(self) -> None:
-        """Ends the passes that are over, in order, and may open the next one."""
+        """Ends, in order, open passes of which every piece is done or set aside; each end may open the next pass."""
         while self._open and _is_over(self._open[0]):
             self._ended.append(self._open.pop(0).counts())
             self._open_passes()

@@ -171,7 +171,7 @@ class InSyncSet:
         lacking.sort()
         return tuple(lacking)
 
-    def count_holders(self, key: Key) -> int:
+    def count_replicas_with(self, key: Key) -> int:
         """Returns the number of members that have boundary `key`, including the primary."""
         found = 1
         for node, state in self._states.items():
@@ -195,7 +195,7 @@ class InSyncSet:
     def end_admission(self, node: str, written: bool) -> None:
         """Notes the known outcome of the admitting write: the node is a member now, or what it was before."""
         if self._states.get(node) is MemberState.ADMITTING:
-            self._set_after_write(node, written, MemberState.MEMBER if written else MemberState.CANDIDATE)
+            self._set_state_or_marked(node, written, MemberState.MEMBER if written else MemberState.CANDIDATE)
 
     def begin_eviction(self, node: str) -> None:
         """Notes that the evicting write is about to be sent. The node's acknowledgements are needed until it exists."""
@@ -206,9 +206,9 @@ class InSyncSet:
     def end_eviction(self, node: str, written: bool) -> None:
         """Notes the known outcome of the evicting write: the node has left the set, or is what it was before."""
         if self._states.get(node) is MemberState.EVICTING:
-            self._set_after_write(node, written, None if written else MemberState.MEMBER)
+            self._set_state_or_marked(node, written, None if written else MemberState.MEMBER)
 
-    def _set_after_write(self, node: str, written: bool, state: MemberState | None) -> None:
+    def _set_state_or_marked(self, node: str, written: bool, state: MemberState | None) -> None:
         """Sets a node's state by the known outcome of a write. A marked node stays marked if nothing was written."""
         if written:
             self._marked -= {node}

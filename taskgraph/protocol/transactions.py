@@ -418,7 +418,10 @@ def remove_member(
 
 
 def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str, epochs: int = 1) -> Txn:
-    """Commits `epochs` epochs, from the one at work on. With `finished`, `status` is put in the same transaction."""
+    """Commits `epochs` epochs, from the one at work on. With `finished`, `status` is put in the same transaction.
+
+    Fails if since the view was read any task got a new primary, or another write changed the epoch.
+    """
     keys = view.keys
     if view.epoch is None or view.status is None:
         raise LookupError("the job was not submitted")

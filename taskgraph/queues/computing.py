@@ -314,7 +314,7 @@ def _send_and_put(of: MapComputation, outs: Outputs) -> None:
     it, epoch, share = of.it, of.epoch, of.share
     for todo in _lost_results(share):
         share.results[todo.place] = _value(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)
-    for reply in _send_with_results(it, epoch, share):
+    for reply in _send_pushes_and_counts(it, epoch, share):
         reply.wait()
     _put_results(it, share, outs)
 
@@ -324,7 +324,7 @@ async def _send_and_put_async(of: MapComputation, outs: Outputs) -> None:
     it, epoch, share = of.it, of.epoch, of.share
     for todo in _lost_results(share):
         share.results[todo.place] = await _value_async(it, _piece_epoch(of, PieceWork(epoch._work), todo), todo)
-    for reply in _send_with_results(it, epoch, share):
+    for reply in _send_pushes_and_counts(it, epoch, share):
         await reply
     _put_results(it, share, outs)
 
@@ -336,7 +336,7 @@ def _lost_results(share: TaskPieces) -> list[Todo]:
     return [Todo(row[0], row[1], row[2], 0) for row in rows if row[0] not in share.results]
 
 
-def _send_with_results(it: DeclaredMap, epoch: Epoch, share: TaskPieces) -> list[Reply]:
+def _send_pushes_and_counts(it: DeclaredMap, epoch: Epoch, share: TaskPieces) -> list[Reply]:
     """Sends the pushes of the results that this task puts, and tells the dealer which pieces are done or set aside.
 
     Returns the replies to wait for.

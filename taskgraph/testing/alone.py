@@ -207,7 +207,7 @@ class _StandaloneWork:
     def map(self, epoch: Epoch, call: MapCall) -> NoReturn:
         raise GraphError(f"map({call.tag!r}): a processor alone composes nothing: test it with tg.testing.run")
 
-    def queue(self, epoch: Epoch, name: str) -> NoReturn:
+    def ask_queue_progress(self, epoch: Epoch, name: str) -> NoReturn:
         raise GraphError(f"queue({name!r}): a processor alone has no queues: test it with tg.testing.run")
 
     def kept_results(self, tag: str) -> dict[int, Any]:
@@ -261,6 +261,7 @@ class _StandaloneWork:
         return future.result(timeout_s)
 
     def hold(self, where: str, why: str) -> Callable[[], None]:
+        """Holds nothing: a processor alone has no epoch that could end too early."""
         return lambda: None
 
     def report(self, numbers: dict[str, float]) -> None:

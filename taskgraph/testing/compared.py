@@ -15,7 +15,7 @@ from taskgraph.elastic_jobs.state import digests
 from taskgraph.errors import StateError, StepError
 from taskgraph.graph.sums import Sums
 from taskgraph.protocol.messages import Encoded
-from taskgraph.testing.variables import digests_of
+from taskgraph.testing.variables import digests_of_plain
 
 __all__ = ["Comparison", "Record", "format_differing", "value_digests"]
 
@@ -98,10 +98,10 @@ class Comparison:
             "run.state, and change it after `for part in step`"
         )
 
-    def note_variables(self, step: int, variables: dict[str, Any]) -> None:
+    def note_suspect_variables(self, step: int, variables: dict[str, Any]) -> None:
         """Notes which variables differ before a step. An error names them as a likely cause."""
         known = self._record.variables.get(step, {})
-        found = digests_of({name: value for name, value in variables.items() if name in known})
+        found = digests_of_plain({name: value for name, value in variables.items() if name in known})
         self._suspects = {name for name in found if found[name] != known[name]}
 
     def check_step(self, step: int, found: dict[str, bytes]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from taskgraph.elastic_jobs.feeds import Feed
 from taskgraph.elastic_jobs.parts import Part, RoundId
+from taskgraph.elastic_jobs.run_rows import RunRows
 from taskgraph.errors import StepError
 from taskgraph.graph.sums import Sums
 
@@ -34,7 +34,7 @@ class MeansCheck:
         self._kind = ""
         self._uneven = False
 
-    def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
+    def trials(self, round_id: RoundId, part: Part, feed: RunRows) -> Iterator[Part]:
         """Yields the joined part of this part and the one before, in the first step, for every second part."""
         if round_id.step > 0 or self._last is None or part.number % 2 == 0:
             return

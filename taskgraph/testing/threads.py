@@ -231,7 +231,7 @@ class LockStepThreads:
             raise TimeoutError
         return future.result(0)
 
-    def abandon(self) -> None:
+    def cancel_futures(self) -> None:
         for future in tuple(self._futures):
             future.cancel()
 

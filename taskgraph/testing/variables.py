@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["digests_of", "variables_of"]
+__all__ = ["digests_of_plain", "variables_of"]
 
 _MOST_ITEMS = 100
 _MOST_BYTES = 1 << 16
@@ -27,11 +27,11 @@ def variables_of(code: CodeType) -> dict[str, Any]:
     return dict(frame.f_locals) if frame is not None else {}
 
 
-def digests_of(variables: dict[str, Any]) -> dict[str, bytes]:
+def digests_of_plain(local_variables: dict[str, Any]) -> dict[str, bytes]:
     """Returns digests of variables by name: of numbers, texts, small arrays, small lists, tuples and dicts of these,
     and of objects (schedulers) whose `state_dict()` is such a value. Leaves out all others."""
     found = {}
-    for name, value in variables.items():
+    for name, value in local_variables.items():
         digest = hashlib.blake2b(digest_size=16)
         if _add_to_digest(digest, _content(value), 0):
             found[name] = digest.digest()
@@ -45,7 +45,7 @@ def _content(value: Any) -> Any:
 
 
 def _add_to_digest(digest: Any, value: Any, depth: int) -> bool:
-    """Adds a value to a digest. Returns False if it is large, or of a kind that `digests_of` leaves out."""
+    """Adds a value to a digest. Returns False if it is large, or of a kind that `digests_of_plain` leaves out."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         digest.update(repr(value)[:_MOST_BYTES].encode())
         return True

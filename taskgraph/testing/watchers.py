@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import CodeType
 from typing import Any
 
-from taskgraph.elastic_jobs.feeds import Feed
 from taskgraph.elastic_jobs.parts import Part, RoundId
 from taskgraph.elastic_jobs.run import Run
+from taskgraph.elastic_jobs.run_rows import RunRows
 from taskgraph.elastic_jobs.steps import FEW_STEPS, UNCHANGED
 from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.sums import Sums
@@ -19,7 +19,7 @@ from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.compared import Comparison, Record, format_differing, value_digests
 from taskgraph.testing.means import MeansCheck
 from taskgraph.testing.scene import Scene
-from taskgraph.testing.variables import digests_of, variables_of
+from taskgraph.testing.variables import digests_of_plain, variables_of
 
 __all__ = ["Comparer", "Recorder", "Watcher", "with_watcher"]
 
@@ -68,7 +68,7 @@ class Watcher:
     def at_last_boundary(self, step: int, state: Any) -> None:
         pass
 
-    def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
+    def trials(self, round_id: RoundId, part: Part, feed: RunRows) -> Iterator[Part]:
         self._endless = feed.is_endless
         return iter(())
 
@@ -122,12 +122,12 @@ class Recorder(Watcher):
         states = self._record.states
         if step == FEW_STEPS and self._trained and states[0] and states[step] == states[0]:
             raise StateError(UNCHANGED)
-        self._record.variables[step] = digests_of(variables_of(self._code))
+        self._record.variables[step] = digests_of_plain(variables_of(self._code))
 
     def at_last_boundary(self, step: int, state: Any) -> None:
         self._record.states[step] = self._run.progress.digests(state)
 
-    def trials(self, round_id: RoundId, part: Part, feed: Feed) -> Iterator[Part]:
+    def trials(self, round_id: RoundId, part: Part, feed: RunRows) -> Iterator[Part]:
         super().trials(round_id, part, feed)
         return self._means.trials(round_id, part, feed)
 
@@ -180,7 +180,7 @@ class Comparer(Watcher):
         self._comparison.note_joined(step)
 
     def at_boundary(self, step: int, state: Any) -> None:
-        self._comparison.note_variables(step, variables_of(self._code))
+        self._comparison.note_suspect_variables(step, variables_of(self._code))
         self._comparison.check_step(step, self._run.progress.digests(state))
         super().at_boundary(step, state)
 

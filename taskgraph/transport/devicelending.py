@@ -214,7 +214,8 @@ class DeviceBorrowing:
         """Parses the tickets among the buffers of a value.
 
         Raises:
-            DecodeError: no buffer is a ticket, a ticket is not valid, or the value is larger than `limit` bytes.
+            DecodeError: no buffer is a ticket, a ticket is not valid, or the value, with the memory that its tickets
+                stand for, is larger than `limit` bytes.
         """
         found = [DeviceTicket.read(buffer) for buffer in value.buffers if buffer.nbytes == TICKET_BYTES]
         size = value.size_bytes + sum(ticket.length for ticket in found)

@@ -504,7 +504,7 @@ class Session(asyncio.BufferedProtocol):
             self.end("the rest of a frame did not arrive")
 
     def trim(self) -> None:
-        """Frees what was not used for long. Called periodically."""
+        """Closes the peer's device memory that was idle for long, if this session opens any. Called periodically."""
 
     def tune(self, settings: Settings) -> None:
         """Sets the options of an accepted TCP socket; does nothing for a unix socket."""

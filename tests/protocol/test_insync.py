@@ -33,7 +33,7 @@ def test_single_primary_needs_no_acknowledgement() -> None:
     insync = InSyncSet([])
     insync.add(K0)
     assert insync.waits_for(K0) == ()
-    assert insync.count_holders(K0) == 1
+    assert insync.count_replicas_with(K0) == 1
 
 
 def test_members_read_by_a_take_over_must_acknowledge_everything() -> None:
@@ -43,7 +43,7 @@ def test_members_read_by_a_take_over_must_acknowledge_everything() -> None:
     assert insync.waits_for(K0) == ("b", "c")
     insync.acknowledge("b", K0)
     assert insync.waits_for(K0) == ("c",)
-    assert insync.count_holders(K0) == 2
+    assert insync.count_replicas_with(K0) == 2
 
 
 def test_member_owes_later_boundaries_only() -> None:
@@ -59,7 +59,7 @@ def test_candidate_is_not_waited_for() -> None:
     assert insync.waits_for(K0) == ()
     assert insync.missing("b") == (K0,)
     insync.acknowledge("b", K0)
-    assert insync.count_holders(K0) == 1, "it is not known to be a member"
+    assert insync.count_replicas_with(K0) == 1, "it is not known to be a member"
 
 
 def test_candidate_may_be_admitted_when_it_holds_every_boundary() -> None:
@@ -82,11 +82,11 @@ def test_from_the_admitting_write_on_a_new_boundary_waits_for_the_node() -> None
     insync.begin_admission("b")
     insync.add(K1)
     assert insync.waits_for(K1) == ("b",), "the write may exist: the node may take over"
-    assert insync.count_holders(K0) == 1, "but it does not count before the write is known"
+    assert insync.count_replicas_with(K0) == 1, "but it does not count before the write is known"
     insync.end_admission("b", True)
     assert insync.state_of("b") is MemberState.MEMBER
     assert insync.waits_for(K1) == ("b",)
-    assert insync.count_holders(K0) == 2
+    assert insync.count_replicas_with(K0) == 2
 
 
 def test_admission_known_to_have_failed_makes_it_a_candidate_again() -> None:
@@ -119,7 +119,7 @@ def test_eviction_known_to_have_failed_makes_it_a_member_again() -> None:
     insync.begin_eviction("b")
     insync.end_eviction("b", False)
     assert insync.state_of("b") is MemberState.MEMBER
-    assert insync.count_holders(K0) == 2
+    assert insync.count_replicas_with(K0) == 2
 
 
 def test_marked_node_must_acknowledge() -> None:
@@ -129,7 +129,7 @@ def test_marked_node_must_acknowledge() -> None:
     assert insync.waits_for(K0) == ("b", "c")
     insync.acknowledge("b", K0)
     insync.acknowledge("c", K0)
-    assert insync.count_holders(K0) == 2, "its key names it an heir of this epoch at most"
+    assert insync.count_replicas_with(K0) == 2, "its key names it an heir of this epoch at most"
     assert insync.members() == ("b",)
     assert not insync.drop_candidate("c")
     insync.invite("c")

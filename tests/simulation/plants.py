@@ -209,7 +209,7 @@ def a_successor_cannot_take_back_that_the_job_ends(patch: pytest.MonkeyPatch) ->
 
 @plant
 def min_in_sync_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InSyncSet, "count_holders", lambda self, key: sys.maxsize)
+    patch.setattr(InSyncSet, "count_replicas_with", lambda self, key: sys.maxsize)
 
 
 @plant
@@ -675,7 +675,7 @@ def an_epoch_that_is_held_ends_all_the_same(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def answers_of_a_gone_term_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Primary, "check_terms", lambda self: None)
+    patch.setattr(Primary, "restart_if_acknowledger_replaced", lambda self: None)
 
     def only_items(original: Any, self: MessageLedger, kind: str, *rest: Any) -> bool:
         return bool(original(self, kind, *rest)) if kind in ("item", "flag") else True

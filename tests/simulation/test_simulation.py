@@ -20,7 +20,7 @@ from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.testing.simulate import Outcome, pace, run_seed, world
 from taskgraph.testing.simulate import seed as seeds
 from taskgraph.testing.simulate.__main__ import main
-from taskgraph.testing.simulate.drawing import Fault, draw_one
+from taskgraph.testing.simulate.drawing import Fault, draw_chain
 from taskgraph.testing.simulate.loop import SimLoop
 from taskgraph.testing.simulate.workload import HOOKS
 
@@ -315,10 +315,10 @@ def test_job_fails_when_holders_are_absent_too_long(monkeypatch: pytest.MonkeyPa
     """No failure is as long as `lost_after_s`; two in a row are (seed 550111)."""
 
     def draw(rng: random.Random, **_: bool) -> list[Fault]:
-        first = [draw_one(rng, follows=True) for _ in range(4)]
+        first = [draw_chain(rng, follows=True) for _ in range(4)]
         for fault in first:
             fault.kind, fault.target, fault.moment, fault.count = "freeze", "member", "after commit", 1
-            fault.lasts_s, fault.then = 4.0, draw_one(rng, follows=True)
+            fault.lasts_s, fault.then = 4.0, draw_chain(rng, follows=True)
             fault.then.kind, fault.then.target = "etcd cut", "member"
             fault.then.at_s, fault.then.lasts_s, fault.then.then = 3.9, 4.4, None
         first[0].target = first[0].then.target = "leader"

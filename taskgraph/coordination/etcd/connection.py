@@ -304,9 +304,9 @@ class Connection:
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
         token = await self._get_token(endpoint)
-        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channel(endpoint).stream_stream(
-            method.path, method.request.SerializeToString, method.response.FromString
-        )
+        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channel_unless_closed(
+            endpoint
+        ).stream_stream(method.path, method.request.SerializeToString, method.response.FromString)
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
         metadata = [("hasleader", "true"), *credentials(token)]
         connect_s = _CONNECT_S if self._has_several else None
@@ -355,7 +355,7 @@ class Connection:
         """True if the options name several endpoints."""
         return len(self.options.endpoints) > 1
 
-    def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+    def _channel_unless_closed(self, endpoint: Endpoint) -> grpc.aio.Channel:
         """Returns the channel to an endpoint. Raises UsageError if the connection is closed."""
         if self._closed:
             raise grpc.aio.UsageError("the connection was closed")
@@ -368,7 +368,7 @@ class Connection:
 
     async def _connect(self, endpoint: Endpoint, left: float) -> None:
         """Waits until `endpoint` is connected; raises AioRpcError or OtherCluster if that fails."""
-        ready = self._channel(endpoint).get_state() is grpc.ChannelConnectivity.READY
+        ready = self._channel_unless_closed(endpoint).get_state() is grpc.ChannelConnectivity.READY
         if ready and endpoint not in self._other_clusters:
             return
         # Any answer, also a refusal, proves the connection, and names the cluster.
@@ -422,7 +422,7 @@ class Connection:
         """Sends a request once, and returns the response. Raises AioRpcError, or OtherCluster."""
         send = self._calls.get((endpoint, method.path))
         if send is None:
-            send = self._calls[endpoint, method.path] = self._channel(endpoint).unary_unary(
+            send = self._calls[endpoint, method.path] = self._channel_unless_closed(endpoint).unary_unary(
                 method.path, method.request.SerializeToString, method.response.FromString
             )
         answer = await rpc.await_answer(send(request, metadata=credentials(token)), timeout_s)

@@ -82,7 +82,7 @@ class RenewalSchedule:
         self.next_at = now + self._interval_s
         return True
 
-    def on_break(self, now: float) -> None:
+    def renew_at_next_endpoint(self, now: float) -> None:
         """Schedules a renewal soon at the next endpoint, after a stream broke."""
         self._use_next_endpoint()
         self.next_at = min(self.next_at, now + self._interval_s / 4)
@@ -209,7 +209,7 @@ class EtcdLease:
                     self._log_failure(stream.endpoint, why)
                     stream.close()
                     stream = None
-                    rounds.on_break(now)
+                    rounds.renew_at_next_endpoint(now)
                 if self._login_under_way is not None and self._login_under_way.done():
                     failed, self._login_under_way = self._login_under_way.exception(), None
                     if stream is None:

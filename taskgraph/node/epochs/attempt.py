@@ -164,7 +164,8 @@ class Attempt:
     # -- the run ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Composes the graph, runs all processors, waits for the seal if the task takes messages, runs the sync points.
+        """Composes the graph, runs its processors in order (parallel ones beside them), waits for the seal if the task
+        takes messages, and runs the sync points.
 
         Raises:
             UserCodeError, GraphError, ValueNotEncodable: the job's own errors.
@@ -182,8 +183,8 @@ class Attempt:
             self._set_graph(graph)
             parallel = [self._create_task(self._run_processor(p)) for p in graph.parallel] if graph.parallel else ()
             deriving: list[asyncio.Task[None]] = []
-            derive = partial(self._begin_deriving, deriving)
-            inbound.pull(graph, self._create_task, derive, self.traced and clock())
+            run_deriving = partial(self._begin_deriving, deriving)
+            inbound.pull(graph, self._create_task, run_deriving, self.traced and clock())
             if injects:
                 await primary.node.point("processor", self.task, self.number)
             for processor in graph.ordered:
@@ -429,7 +430,7 @@ class Attempt:
     def map(self, epoch: Epoch, call: MapCall) -> None:
         map_pieces(epoch, call, self.replica.job)
 
-    def queue(self, epoch: Epoch, name: str) -> QueueState:
+    def ask_queue_progress(self, epoch: Epoch, name: str) -> QueueState:
         return queue_state(epoch, name)
 
     def kept_results(self, tag: str) -> dict[int, Result]:
@@ -469,7 +470,7 @@ class Attempt:
         return self.replica.late_calls
 
     def fetch(self, channels: tuple[tuple[str, int], ...]) -> asyncio.Future[None]:
-        return self.inbound.fetch(channels)
+        return self.inbound.pull_optional(channels)
 
     def supply(self, tag: str, value: Encoded) -> None:
         """Gives a local channel the value that its processor derived, from any thread."""

@@ -149,7 +149,9 @@ def queue_statuses(replica: Replica, dealers: Dealers | None, now: float) -> lis
 
 
 async def deal(attempt: DealingAttempt, message: Request) -> Answer:
-    """Answers a request for pieces by the dealers of an attempt, which the first request makes."""
+    """Answers a task's request for pieces, and takes what it has finished; waits while no piece is free. The first
+    request makes the attempt's dealers.
+    """
     if attempt.dealers is None:
         attempt.dealers = Dealers(attempt)
     found = await attempt.dealers.answer_when_free(message)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["AHEAD_BYTES", "EPOCH_BYTES", "EpochAllowance", "EpochMemory"]
+__all__ = ["AHEAD_BYTES", "EPOCH_BYTES", "EpochAllowance", "EpochMemoryShares"]
 
 AHEAD_BYTES = 88 << 20
 """The most bytes for all primaries of a node, which then takes less than 150 MiB in all."""
 EPOCH_BYTES = 3 << 10
 """Memory of an epoch without items and state: its Python objects."""
 _LEAST, _MOST = 2, 8
-"""Bounds on `EpochMemory.epochs`: uncommitted epochs of a task regardless of its even share. With two, the next epoch
-runs during a commit; more than eight save little."""
+"""Bounds on `EpochMemoryShares.epochs`: uncommitted epochs of a task regardless of its even share. With two, the next
+epoch runs during a commit; more than eight save little."""
 
 
-class EpochMemory:
+class EpochMemoryShares:
     """Divides a node's memory for uncommitted epochs among its primaries.
 
     Attributes:
@@ -44,7 +44,7 @@ class EpochMemory:
 
 
 class EpochAllowance:
-    """One task's share of `EpochMemory`, until a restart: how many epochs the task may be ahead of the last commit.
+    """One task's share of `EpochMemoryShares`, until a restart: how many epochs it may be ahead of the last commit.
 
     Args:
         ahead: the most epochs, whatever their size (`Settings.epochs_ahead`).
@@ -57,7 +57,7 @@ class EpochAllowance:
         largest_bytes: size of the largest epoch of the last two periods; a period is `ahead` epochs.
         period_bytes: size of the largest epoch of this period.
         until: the period ends when this epoch commits.
-        epochs: `EpochMemory.epochs` when `bytes` was computed.
+        epochs: `EpochMemoryShares.epochs` when `bytes` was computed.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class EpochAllowance:
         "until",
     )
 
-    def __init__(self, memory: EpochMemory, ahead: int, at: int, changed: Callable[[int], object]) -> None:
+    def __init__(self, memory: EpochMemoryShares, ahead: int, at: int, changed: Callable[[int], object]) -> None:
         self.memory = memory
         self._ahead = ahead
         self._changed = changed

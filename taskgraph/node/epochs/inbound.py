@@ -37,17 +37,17 @@ class Inbound:
     __slots__ = (
         "_awaited",
         "_channels",
-        "_derive",
         "_graph",
         "_ledger",
         "_primary",
         "_pulling",
         "_pulls",
         "_recording",
-        "_since",
+        "_run_deriving",
         "_spawn",
         "_stamp",
         "_task",
+        "_traced_since",
         "items",
         "open",
         "over",
@@ -67,10 +67,10 @@ class Inbound:
         self._pulls = primary.pulls
         self._ledger = ledger
         self._recording = recording
-        self._since = 0  # when the pulls began, if traced
+        self._traced_since = 0  # when the pulls began, if traced
         self._graph: Graph | None = None
         self._channels: tuple[Channel, ...] = ()
-        self._derive: Callable[[Processor], None] | None = None
+        self._run_deriving: Callable[[Processor], None] | None = None
         self._spawn: Callable[[Coroutine[Any, Any, None]], object] | None = None
         self._pulling: dict[asyncio.Future[Reply], None] = {}  # calls without an asyncio task
         self._awaited: list[tuple[asyncio.Future[None], set[Channel]]] = []  # waiters, with the items that each lacks
@@ -85,17 +85,17 @@ class Inbound:
         self,
         graph: Graph,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        derive: Callable[[Processor], None],
-        since: int,
+        run_deriving: Callable[[Processor], None],
+        traced_since: int,
     ) -> None:
-        """Begins to pull every item of the epoch.
+        """Begins to pull every item of the epoch, except those of optional channels.
 
         Args:
             spawn: runs a coroutine of the attempt; an error in it ends the attempt.
-            derive: begins to run a processor that derives a local channel.
-            since: `clock()` if the epoch is traced; otherwise 0.
+            run_deriving: begins to run a processor that derives a local channel; called once its source has arrived.
+            traced_since: `clock()` if the epoch is traced; otherwise 0.
         """
-        self._graph, self._spawn, self._derive, self._since = graph, spawn, derive, since
+        self._graph, self._spawn, self._run_deriving, self._traced_since = graph, spawn, run_deriving, traced_since
         self._channels = graph.channels_in
         self.open = len(self._channels) + len(graph.derived)
         begin, stamp, task, term = self._pulls.begin, self._stamp, self._task, self._primary.term
@@ -113,7 +113,7 @@ class Inbound:
                 else:
                     reply.add_done_callback(came)
 
-    def fetch(self, channels: tuple[Channel, ...]) -> asyncio.Future[None]:
+    def pull_optional(self, channels: tuple[Channel, ...]) -> asyncio.Future[None]:
         """Begins to pull the items of optional channels; the returned future is done when all have arrived."""
         self._channels += channels
         self.open += len(channels)
@@ -154,11 +154,11 @@ class Inbound:
     def end(self) -> None:
         """Cancels the pulls and frees the items, since the attempt has run. Its commit may come much later."""
         if not self.over:
-            self._since = 0
+            self._traced_since = 0
             if self._recording is None:
                 self.items.clear()
         self.over = True
-        self._spawn = self._derive = None  # breaks reference cycles
+        self._spawn = self._run_deriving = None  # breaks reference cycles
         if self._pulling:
             for reply in tuple(self._pulling):
                 reply.cancel()
@@ -166,11 +166,11 @@ class Inbound:
     def drop(self) -> None:
         """Frees the items, and ignores those that still arrive, since the attempt is over."""
         self.over = True
-        if self._since:
+        if self._traced_since:
             for tag, producer in self._channels:
                 if (tag, producer) not in self.items:
                     self._trace("pull, given up", tag, producer, None)
-            self._since = 0
+            self._traced_since = 0
         self.items.clear()
 
     # -- one item ---------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class Inbound:
         self._ledger.count_received("item", producer, task, tag, value.digest)
         if producer != task:  # otherwise the put has counted it
             self.taken_bytes += size
-        if self._since:
+        if self._traced_since:
             self._trace("pull", tag, producer, reply)
         self._keep_item(channel, value)
         assert self._graph is not None
@@ -245,8 +245,8 @@ class Inbound:
             derived, processor = self._graph.derived[channel]
             if value.digest != derived.mark:
                 self._keep_item((derived.tag, task), value)
-            elif self._derive is not None:
-                self._derive(processor)
+            elif self._run_deriving is not None:
+                self._run_deriving(processor)
 
     def _keep_item(self, channel: Channel, value: Encoded) -> None:
         """Keeps an item, and wakes those that wait for it."""
@@ -279,7 +279,7 @@ class Inbound:
         """Adds a span of a pull to the trace, with the producer's term, which distinguishes equal items."""
         size, term = (item.value.size_bytes, item.term) if item is not None else (-1, 0)
         tracing = self._primary.replica.tracing
-        tracing.keep(kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size)
+        tracing.keep(kind, tag, producer, self._traced_since, clock(), self._task, self._stamp, term, size)
 
 
 async def raise_in_attempt(error: Exception) -> None:

@@ -60,8 +60,8 @@ class Items:
         return reply if refusal is None else refusal
 
     def settle_when_put(self, pull: Pull, reply: PendingReply) -> Refusal | None:
-        """Settles `reply` as soon as the item is put, perhaps now, and returns None; or returns a refusal, if it never
-        will be.
+        """Settles `reply` once the item is put, perhaps now, or with a refusal once the attempt is over, and returns
+        None; or returns a refusal: the sender is no consumer of the channel, or the attempt is over.
         """
         channel, awaited = (pull.tag, pull.sender), self._awaited
         if channel in awaited:

@@ -223,7 +223,7 @@ class Recording:
     # -- memory that other tasks read -------------------------------------------------------------
 
     async def items_for(self, processor: Processor) -> Mapping[tuple[str, int], Encoded]:
-        """Returns the items for a processor; those on a device are `WatchedItem`s from now on.
+        """Returns the items for a processor, and lists those on a device, to check later that it wrote to none.
 
         A coroutine gets copies of those: the check could not tell its writes from those of other tasks.
         """

@@ -250,7 +250,7 @@ class Replay:
     def map(self, epoch: Epoch, call: MapCall) -> None:
         map_pieces(epoch, call, self.fresh.job)
 
-    def queue(self, epoch: Epoch, name: str) -> QueueState:
+    def ask_queue_progress(self, epoch: Epoch, name: str) -> QueueState:
         return queue_state(epoch, name)
 
     def kept_results(self, tag: str) -> dict[int, Result]:

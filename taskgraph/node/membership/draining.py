@@ -46,10 +46,10 @@ class Draining:
             )
         node.events.emit("drain", text, fields={"leaves": node.id})
         if node.running:
-            self.announce()
+            self.announce_in_etcd()
 
-    def announce(self) -> None:
-        """Begins to announce the drain in the node's key, and starts the time limit. Does not wait."""
+    def announce_in_etcd(self) -> None:
+        """Begins to write the drain to the node's key in etcd, and starts the time limit `drain_s`. Does not wait."""
         self._node.own(self._node.announce(), "announce the drain")
         self._node.own(self._leave_at_deadline(), "drain deadline")
 

@@ -27,7 +27,9 @@ class Placement:
         self._emitted_missing = ""
 
     def may_start(self) -> bool:
-        """True if enough nodes are registered: `min_nodes`, and for `start_wait_s` all nodes started with the job."""
+        """True if the job began or ended, or may begin: `min_nodes` nodes are registered, and for `start_wait_s` all
+        that were started with it. If not, emits an event that names what is missing, once.
+        """
         node = self._node
         missing = self._missing_nodes_text
         if missing and missing != self._emitted_missing and node.emits_for_all():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, PeerGone, TransportError
-from taskgraph.node.membership.ended_leases import EndedLeases
+from taskgraph.node.membership.lease_poll import LeasePoll
 from taskgraph.protocol import transactions
 from taskgraph.protocol.failure_detector import FailureDetector
 from taskgraph.protocol.records import GoneRecord, name_of
@@ -54,7 +54,7 @@ class Suspicion:
         self._unproved = unproved
         self._changed = changed
         self.detector = FailureDetector(node.settings.lease_ttl_s)
-        self.ended_leases = EndedLeases(node, self._lease_changed)
+        self.lease_poll = LeasePoll(node, self._lease_changed)
         self._grace: asyncio.Task[None] | None = None
         self._doubted: set[str] = set()  # nodes whose port refused a call
         self._probing: set[str] = set()

@@ -234,7 +234,7 @@ class Backups:
                     self._blocked[key] = partial(self._lack_text, "the acknowledgement of", lacking)
                     await self._next_change()
                     continue
-                if need > 1 and insync.count_holders(key) < need:
+                if need > 1 and insync.count_replicas_with(key) < need:
                     self._blocked[key] = partial(self._lack_of_holders_text, key, need)
                     await self._next_change()
                     continue
@@ -273,7 +273,7 @@ class Backups:
         return f"{name_of(node)} (it refuses: {refused})" if refused else name_of(node)
 
     def _lack_of_holders_text(self, key: Key, need: int) -> str:
-        return f"{need - self._insync.count_holders(key)} more in-sync replicas (min_in_sync={need})"
+        return f"{need - self._insync.count_replicas_with(key)} more in-sync replicas (min_in_sync={need})"
 
     def _expected_members(self, deadline: float) -> dict[str, float]:
         """Returns {node: deadline} of nodes that should become members before the epoch finishes.
@@ -314,7 +314,7 @@ class Backups:
                 self.unsent.clear()
                 self._group = None
                 for peer in self._peers.values():
-                    peer.withdraw()
+                    peer.ignore_answers()
 
     def _follow_soon(self) -> None:
         """Calls `_follow_changes` after this step of the event loop, for a change that the view does not show."""
@@ -390,7 +390,7 @@ class Backups:
         """Manages the replica on one other node: keeps it in sync while it is wanted, and releases it at the end."""
         backoff, node = Backoff(), peer.node
         await self._keep_in_sync(peer, backoff)
-        peer.withdraw()
+        peer.ignore_answers()
         while node not in self._node.suspects:
             try:
                 release = Release(self._task, self._term, peer.invitation, self._node.keeper.view.revision)
@@ -563,7 +563,7 @@ class Backups:
         """Notes whether the evicting write succeeded; if so, ignores the answers to offers under way to the node."""
         self._insync.end_eviction(peer.node, written)
         if written:
-            peer.withdraw()
+            peer.ignore_answers()
         self._follow_soon()
 
     async def _note_write(

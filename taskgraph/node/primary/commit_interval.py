@@ -39,15 +39,15 @@ class CommitInterval:
         self._seconds = node.settings.gather_s
         self._known = -1
 
-    def seconds(self, ahead: int) -> float:
-        """Returns the time between two commits if no task waits for them.
+    def seconds(self, may_be_ahead: int) -> float:
+        """Returns the time between two commits if no task waits for them: longer if many nodes share a core.
 
         Args:
-            ahead: how many epochs the caller may be ahead of the last commit. If that is below the setting, since
-                epochs are large, the interval is not adapted: the task would run out of epochs.
+            may_be_ahead: how many epochs the caller may be ahead of the last commit. If that is below the setting,
+                since epochs are large, the interval is not adapted: the task would run out of epochs.
         """
         node, view = self._node, self._node.keeper.view
-        if ahead < node.settings.epochs_ahead:
+        if may_be_ahead < node.settings.epochs_ahead:
             return node.settings.gather_s
         if self._known != view.structure_revision:
             self._known = view.structure_revision

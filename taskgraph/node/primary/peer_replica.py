@@ -46,8 +46,8 @@ class PeerReplica:
         if self.wait is not None and not self.wait.done() and self.due():
             self.wait.set_result(None)
 
-    def withdraw(self) -> None:
-        """Ignores the answers to the offers that the manager did not send."""
+    def ignore_answers(self) -> None:
+        """Ignores answers still to come to offers that the manager did not send."""
         offered, self.offered = self.offered, {}
         for reply in offered.values():
             reply.cancel()

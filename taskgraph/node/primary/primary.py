@@ -205,7 +205,12 @@ class Primary:
             await self._stop_if_replaced()
 
     async def _recover_boundary(self, at: EpochRecord) -> Boundary:
-        """Reads the committed boundary from the checkpoint, or makes it, since no replica has it."""
+        """Returns the committed boundary, which no replica has: read from the checkpoint; in epoch 0, and for a task
+        without state, a snapshot of the object as `setup` left it.
+
+        Raises:
+            CheckpointError: the task has state, which the checkpoint lacks or which cannot be read.
+        """
         replica, boundary = self.replica, None
         if at.epoch > 0 and (replica.holds_state or self.task == 0):
             self.stage = f"its file of the checkpoint of epoch {at.epoch}"
@@ -619,8 +624,8 @@ class Primary:
             await self.node.router.to_primary(0, lambda: request, timeout_s=self.node.settings.call_s)
             await keeper.wait_until(partial(_is_over_or_leader_changed, request.stamp, leader))
 
-    def check_terms(self) -> None:
-        """Asks for a restart if an attempt depends on an acknowledgement of a replaced primary."""
+    def restart_if_acknowledger_replaced(self) -> None:
+        """Asks for a restart if a primary that acknowledged a flag or request of an attempt here was replaced."""
         view = self.node.keeper.view
         for attempt in self.attempts:
             for task, term in attempt.depends_on.items():

@@ -156,7 +156,7 @@ class Actor:
                 await self._wait_until_turn_free(where)
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             if self._device is not None:
-                coroutine = CoroutineOnStream(coroutine, self._device, self._stream_of(self._device))
+                coroutine = CoroutineOnStream(coroutine, self._device, self._task_stream(self._device))
             words, began = lastwords.here, self._tracing.on and self._tracing.begin(stamp)
             if words is not None:
                 words.note_on_loop(self.task, stamp, where)
@@ -179,7 +179,7 @@ class Actor:
                     result: R = returned.value
                 else:
                     turn = self._turn if alone else None
-                    result = await self._drive(where, stamp, coroutine, context, waited, turn, times, attempt)
+                    result = await self._drive_on(where, stamp, coroutine, context, waited, turn, times, attempt)
                     if attempt is not None and attempt.cancelled:
                         # It caught the cancellation; its attempt ends nevertheless.
                         raise asyncio.CancelledError
@@ -265,15 +265,15 @@ class Actor:
         """The call that holds the turn in a thread; "" if none does."""
         return self._holder if self.in_threads and self._turn.locked() else ""
 
-    async def _drive(
+    async def _drive_on(
         self,
         where: str,
         stamp: Stamp | None,
         coroutine: Coroutine[Any, Any, R],
         context: Context,
-        waited: Any,
+        awaited: Any,
         turn: asyncio.Lock | None,
-        times: int,
+        own_cancellations: int,
         attempt: CallOwner | None,
     ) -> R:
         """Runs a coroutine from its first await to its end, and lists it in `running` meanwhile."""
@@ -283,7 +283,9 @@ class Actor:
         if words is not None:
             words.clear_on_loop()
         try:
-            result: R = await CoroutineDriver(self, where, coroutine, context, waited, turn, times, attempt)
+            result: R = await CoroutineDriver(
+                self, where, coroutine, context, awaited, turn, own_cancellations, attempt
+            )
             return result
         finally:
             if words is not None:
@@ -388,8 +390,8 @@ class Actor:
             # No future can carry these: a GeneratorExit would close the coroutine that awaits it.
             raise RuntimeError(f"{type(error).__name__} left the function") from error
 
-    def _stream_of(self, device: Device) -> Stream:
-        """Returns the task's stream on its device, which the first call makes."""
+    def _task_stream(self, device: Device) -> Stream:
+        """Returns the one stream of the task, which the first call makes on `device`."""
         if self._streams is None:
             self._streams = OffLoopFinalizer([device.new_stream()])
         stream: Stream = self._streams.things[0]
@@ -397,7 +399,7 @@ class Actor:
 
     def _on_stream(self, device: Device, call: Callable[[], R]) -> R:
         """Runs `call` in a thread, with the task's stream as the current one."""
-        with device.on(self._stream_of(device)):
+        with device.on(self._task_stream(device)):
             return call()
 
     async def _wait_after_cancel(self, future: asyncio.Future[R], where: str) -> None:

@@ -49,10 +49,10 @@ class CoroutineDriver:
 
     Args:
         context: the context of the coroutine's steps.
-        waited: the future that the coroutine awaits first.
+        awaited: the future that the coroutine awaits first.
         turn: the task's turn; None: the coroutine does not wait for it.
-        times: how often the coroutine has cancelled its own asyncio task. It may take that back with `uncancel`, as
-            `asyncio.timeout` does; if the number is above 0 at its end, CancelledByUserCode is raised.
+        own_cancellations: how often the coroutine has cancelled its own asyncio task. It may take that back with
+            `uncancel`, as `asyncio.timeout` does; if the number is above 0 at its end, CancelledByUserCode is raised.
         attempt: the work that the coroutine belongs to, if any. `uncancel` does not undo the end of that work.
     """
 
@@ -62,27 +62,27 @@ class CoroutineDriver:
         where: str,
         coroutine: Coroutine[Any, Any, R],
         context: Context,
-        waited: Any,
+        awaited: Any,
         turn: asyncio.Lock | None,
-        times: int,
+        own_cancellations: int,
         attempt: CallOwner | None,
     ) -> None:
         self._actor = actor
         self._where = where
         self._coroutine = coroutine
         self._context = context
-        self._waited = waited
+        self._awaited = awaited
         self._turn = turn
-        self._times = times
+        self._own_cancellations = own_cancellations
         self._attempt = attempt
         self._task = _current_task()
-        self._limit: asyncio.TimerHandle | None = None  # runs since it was cancelled
-        self._limit_passed = False  # the time limit has passed
+        self._grace_timer: asyncio.TimerHandle | None = None  # runs since it was cancelled
+        self._grace_passed = False  # the grace period has passed
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        actor, coroutine, waited, turn = self._actor, self._coroutine, self._waited, self._turn
+        actor, coroutine, waited, turn = self._actor, self._coroutine, self._awaited, self._turn
         run = self._context.run
-        cancelling, times = self._task.cancelling, self._times
+        cancelling, times = self._task.cancelling, self._own_cancellations
         try:
             while True:
                 error: BaseException | None = None
@@ -117,51 +117,51 @@ class CoroutineDriver:
                             raise CancelledByUserCode(times)
                 except StopIteration as stop:
                     return stop.value
-                if self._limit is not None and cancelling() <= times and not self._is_attempt_over():
-                    self._stop_limit()  # its own code cancelled it, and took that back
+                if self._grace_timer is not None and cancelling() <= times and not self._is_attempt_over():
+                    self._stop_grace()  # its own code cancelled it, and took that back
         finally:
-            self._stop_limit()
-            if not self._limit_passed:
+            self._stop_grace()
+            if not self._grace_passed:
                 run(coroutine.close)
 
-    def _wait_until_done(self, waited: asyncio.Future[Any], times: int) -> Generator[Any, Any, None]:
-        """Waits for an asyncio task of user code; once cancelled, it may go on, too, until the time limit."""
-        waited._asyncio_future_blocking = False  # `self` waits for it, not asyncio
-        while not waited.done():
+    def _wait_until_done(self, awaited: asyncio.Future[Any], own_cancellations: int) -> Generator[Any, Any, None]:
+        """Waits for an asyncio task of user code; once cancelled, it may go on, too, for `grace_s`."""
+        awaited._asyncio_future_blocking = False  # `self` waits for it, not asyncio
+        while not awaited.done():
             ended: asyncio.Future[None] = self._task.get_loop().create_future()
-            waited.add_done_callback(functools.partial(_wake, ended))
+            awaited.add_done_callback(functools.partial(_wake, ended))
             try:
                 yield from ended
             except asyncio.CancelledError:
-                if self._limit_passed:
+                if self._grace_passed:
                     raise
-                self._start_limit(times)
-                waited.cancel()
+                self._start_grace_if_cancelled(own_cancellations)
+                awaited.cancel()
 
-    def _on_cancelled(self, times: int) -> None:
-        """Handles a cancellation: starts the time limit, or raises StuckError if that has passed."""
-        if self._limit_passed:
+    def _on_cancelled(self, own_cancellations: int) -> None:
+        """Handles a cancellation: starts the grace period, or raises StuckError if that has passed."""
+        if self._grace_passed:
             self._task.uncancel()  # `_give_up` cancelled it
             self._abandon()
-        self._start_limit(times)
+        self._start_grace_if_cancelled(own_cancellations)
 
-    def _start_limit(self, times: int) -> None:
-        """Starts the time limit, if the framework has cancelled the coroutine and no limit runs."""
-        if self._limit is None and self._task.cancelling() > times:
-            self._limit = self._task.get_loop().call_later(self._actor.grace_s, self._give_up)
+    def _start_grace_if_cancelled(self, own_cancellations: int) -> None:
+        """Starts the grace period, if the framework has cancelled the coroutine and none runs."""
+        if self._grace_timer is None and self._task.cancelling() > own_cancellations:
+            self._grace_timer = self._task.get_loop().call_later(self._actor.grace_s, self._give_up)
 
     def _is_attempt_over(self) -> bool:
         """Returns True if the coroutine belongs to work that is over."""
         return self._attempt is not None and self._attempt.cancelled
 
-    def _stop_limit(self) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
+    def _stop_grace(self) -> None:
+        if self._grace_timer is not None:
+            self._grace_timer.cancel()
+            self._grace_timer = None
 
     def _give_up(self) -> None:
-        """Notes that the time limit has passed, and cancels the coroutine again."""
-        self._limit_passed = True
+        """Notes that the grace period has passed, and cancels the coroutine again."""
+        self._grace_passed = True
         self._task.cancel()
 
     def _abandon(self) -> NoReturn:

@@ -67,15 +67,15 @@ class Threads(Protocol):
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         """Waits for `future` in a worker thread. All waits of worker threads are made here."""
 
-    def abandon(self) -> None:
-        """Cancels the futures of functions that have not returned."""
+    def cancel_futures(self) -> None:
+        """Cancels the futures of functions that have not returned; the functions go on."""
 
     def close(self) -> None:
         """Refuses further work, and ends idle threads."""
 
 
 class FutureCall(Generic[R]):
-    """An implementation of `CallInThread` by a future."""
+    """A `CallInThread` of the threads in tests: an asyncio future, never `over`."""
 
     over = False
     took_s = 0.0
@@ -249,9 +249,9 @@ class PooledThreads:
             with self._lock:
                 self._blocked -= 1
 
-    def abandon(self) -> None:
+    def cancel_futures(self) -> None:
         for work in tuple(self.awaited):
-            work.abandon()
+            work.cancel_future()
 
     def close(self) -> None:
         with self._lock:
@@ -403,7 +403,7 @@ class _ThreadCall(Generic[R]):
         if future.cancelled():
             self._cancelled = True
 
-    def abandon(self) -> None:
+    def cancel_future(self) -> None:
         """Cancels the future, though the function may still run."""
         self._cancelled = True
         self._settle()

@@ -38,7 +38,7 @@ class Stability:
         """Takes the positions in the reports of all workers of the view."""
         self._known = {w: max(report.position, self._known.get(w, 0)) for w, report in reports.items()}
 
-    def note_working(self, worker: str) -> bool:
+    def note_has_reports(self, worker: str) -> bool:
         """Notes that a worker is in phase "working" of the view: it has all reports. Returns True if that is news."""
         was_known = worker in self._working
         self._working.add(worker)

@@ -195,7 +195,7 @@ class Worker:
     def _begin_work(self) -> None:
         """Begins to work in the view: this worker holds all totals that the flush ended with."""
         self.phase, self.whole = Phase.WORKING, True
-        self._stability.note_working(self._me)
+        self._stability.note_has_reports(self._me)
         if self._ended:
             self._send_position()
         self._deal()
@@ -236,13 +236,13 @@ class Worker:
         if view > self.number:
             return False
         if view == self.number and self.phase != Phase.OUTSIDE:
-            self._note_position(worker, position, at_work=True)
+            self._note_position(worker, position, has_all_reports=True)
         return True
 
-    def _note_position(self, worker: str, position: int, at_work: bool = False) -> None:
-        """Notes that a worker holds the totals below a position; `at_work`: it also has all reports of the view."""
+    def _note_position(self, worker: str, position: int, has_all_reports: bool = False) -> None:
+        """Notes that a worker holds the totals below a position; `has_all_reports`: and all reports of the view."""
         self._stability.note_position(worker, position)
-        begins_work = at_work and self._stability.note_working(worker)
+        begins_work = has_all_reports and self._stability.note_has_reports(worker)
         self._note_stable()
         if begins_work and self.all_whole:
             self._actions.append(TotalsStable(self.stable))
@@ -317,7 +317,7 @@ class Worker:
             return False
         if contribution.view == self.number and self.phase != Phase.OUTSIDE:
             self._receive(worker, contribution)
-            self._note_position(worker, contribution.position, at_work=True)
+            self._note_position(worker, contribution.position, has_all_reports=True)
             self._act_on_contributions()
         return True
 

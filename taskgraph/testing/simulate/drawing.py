@@ -21,11 +21,11 @@ __all__ = [
     "draw_absences",
     "draw_between_steps",
     "draw_called_gone",
+    "draw_chain",
     "draw_checkpoint_faults",
     "draw_deletions",
     "draw_for_epochs_in_flight",
     "draw_last_epoch_faults",
-    "draw_one",
     "draw_power_losses",
     "draw_race_faults",
     "draw_report_crashes",
@@ -200,15 +200,15 @@ def draw(rng: random.Random, *, talks: bool, erratic: bool) -> list[Fault]:
         talks: the tasks send flags and requests.
         erratic: some tasks compute other values each time.
     """
-    faults = [draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 7)))]
+    faults = [draw_chain(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 7)))]
     if rng.random() < 0.6:
         recipes = [*_SEQUENCES, *([_lost_acknowledgement] * (2 * talks)), *([_lost_producer] * (3 * erratic))]
         faults += rng.choice(recipes)(rng)
     return faults
 
 
-def draw_one(rng: random.Random, *, follows: bool) -> Fault:
-    """Draws one failure of any kind, and perhaps others that follow it (`then`).
+def draw_chain(rng: random.Random, *, follows: bool) -> Fault:
+    """Draws a failure of any kind, and perhaps others that follow it (`then`).
 
     Args:
         follows: the failure itself follows another one, so it has no moment.
@@ -226,7 +226,7 @@ def draw_one(rng: random.Random, *, follows: bool) -> Fault:
     )
     if rng.random() < 0.3:
         # Two faults at one moment: the second may hit the same node, or one that reacts.
-        fault.then = draw_one(rng, follows=True)
+        fault.then = draw_chain(rng, follows=True)
         fault.then.at_s = rng.choice((0.0, 0.001, 0.01, 0.1, 1.0)) * rng.random()
     if fault.kind == "etcd slow request":
         _make_late(fault, rng, rng.choice(list(_OVERTAKEN_BY)))
@@ -248,7 +248,7 @@ def _make_late(
 
 def _overtaken_write(rng: random.Random) -> list[Fault]:
     """Draws a late write to etcd, while a node that the write depends on dies and is replaced."""
-    first, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    first, then = draw_chain(rng, follows=True), draw_chain(rng, follows=True)
     first.lasts_s = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0)
     _make_late(first, rng, rng.choice(("sending commit", "sending commit", "sending admit", "sending takeover")))
     then.kind, then.at_s = rng.choice(_KILLING_KINDS), rng.choice((0.0, 0.01, 0.1)) * rng.random()
@@ -263,7 +263,7 @@ def _overtaken_write(rng: random.Random) -> list[Fault]:
 def _late_member_change(rng: random.Random) -> list[Fault]:
     """Draws a member that dies, freezes or moves, and a late write that evicts it or admits another member. The writer
     may have been replaced by then."""
-    cause, late = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    cause, late = draw_chain(rng, follows=True), draw_chain(rng, follows=True)
     cause.kind = rng.choice(("freeze", "freeze", "isolation", "crash", "join", "drain"))
     cause.target, cause.count, cause.then = "member", rng.choice((1, 1, 2, 4)), None
     cause.moment = rng.choice(("point compose", "after admit", "message Offer", "after commit"))
@@ -272,7 +272,7 @@ def _late_member_change(rng: random.Random) -> list[Fault]:
     _make_late(late, rng, rng.choice(("sending evict", "sending evict", "sending admit")))
     late.count = rng.choice((1, 1, 2, 3))
     if rng.random() < 0.6:
-        late.then = draw_one(rng, follows=True)
+        late.then = draw_chain(rng, follows=True)
         late.then.kind, late.then.target, late.then.gone_s = rng.choice(("crash", "crash", "freeze")), "who", 0.0
         late.then.at_s, late.then.then = rng.choice((0.0, 0.01, 0.1)) * rng.random(), None
         late.then.lasts_s = 3.0
@@ -281,7 +281,7 @@ def _late_member_change(rng: random.Random) -> list[Fault]:
 
 def _successor_with_stale_watch(rng: random.Random) -> list[Fault]:
     """Draws a primary that dies around a commit, and a successor whose watch has not shown that commit."""
-    first, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    first, then = draw_chain(rng, follows=True), draw_chain(rng, follows=True)
     first.kind, first.target = "watch stall", rng.choice(("member", "member", "leader", "any"))
     first.moment = rng.choice(("point done", "point snapshot", "before commit", "sending commit", "message Report"))
     first.lasts_s = rng.choice((0.05, 0.3, 1.0))
@@ -293,7 +293,7 @@ def _successor_with_stale_watch(rng: random.Random) -> list[Fault]:
 
 def _late_answers(rng: random.Random) -> list[Fault]:
     """Draws late answers of etcd, followed by lost requests."""
-    late, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    late, then = draw_chain(rng, follows=True), draw_chain(rng, follows=True)
     late.kind, late.moment, late.lasts_s = "etcd slow answers", rng.choice(("after register", "point compose", "")), 1.0
     then.kind, then.at_s, then.lasts_s, then.then = rng.choice(("etcd cut", "isolation", "freeze")), 0.9, 4.5, None
     then.target = late.target = "who"
@@ -303,7 +303,7 @@ def _late_answers(rng: random.Random) -> list[Fault]:
 
 def _lost_acknowledgement(rng: random.Random) -> list[Fault]:
     """Draws a flag, request or answer that arrives without an acknowledgement to its sender."""
-    fault = draw_one(rng, follows=True)
+    fault = draw_chain(rng, follows=True)
     fault.kind, fault.target, fault.lasts_s = rng.choice(_DISCONNECTING_KINDS), "who", rng.choice((0.6, 2.2, 4.5))
     fault.moment = rng.choice(("message Request", "message Answer", "message Flag", "message Flag", "answer Flag"))
     return [fault]
@@ -311,7 +311,7 @@ def _lost_acknowledgement(rng: random.Random) -> list[Fault]:
 
 def _lost_producer(rng: random.Random) -> list[Fault]:
     """Draws a producer that dies when consumers have pulled some of its items."""
-    fault = draw_one(rng, follows=True)
+    fault = draw_chain(rng, follows=True)
     fault.kind, fault.target, fault.gone_s = (
         rng.choice(("crash", "crash", "freeze")),
         "who",
@@ -337,7 +337,7 @@ def draw_for_epochs_in_flight(rng: random.Random, *, erratic: bool) -> list[Faul
 
 def draw_absences(rng: random.Random) -> list[Fault]:
     """Draws nodes that end, and one node that freezes for so long that it counts as gone, or whose write is as late."""
-    faults = [draw_one(rng, follows=True) for _ in range(rng.choice((2, 3, 4)))]
+    faults = [draw_chain(rng, follows=True) for _ in range(rng.choice((2, 3, 4)))]
     for number, fault in enumerate(faults[1:]):
         fault.kind, fault.target, fault.gone_s, fault.then = (
             rng.choice(("crash", "crash", "drain")),
@@ -356,7 +356,7 @@ def draw_absences(rng: random.Random) -> list[Fault]:
     else:
         _make_late(late, rng, rng.choice(("sending register", "sending admit", "sending evict", "sending takeover")))
         late.lasts_s, late.until = rng.uniform(1.0, 6.0), rng.choice(("after gone", ""))
-        late.then = draw_one(rng, follows=True)
+        late.then = draw_chain(rng, follows=True)
         late.then.kind, late.then.target, late.then.then = "crash", rng.choice(("who", "member")), None
         late.then.at_s, late.then.gone_s, late.then.again = 0.1 * rng.random(), rng.choice((0.0, 0.05)), True
     return faults
@@ -364,7 +364,7 @@ def draw_absences(rng: random.Random) -> list[Fault]:
 
 def draw_report_crashes(rng: random.Random) -> list[Fault]:
     """Draws crashes of primaries whose report has just arrived, for jobs whose replicas disagree about the end."""
-    faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 2)))]
+    faults = [draw_chain(rng, follows=True) for _ in range(rng.choice((1, 2)))]
     for fault in faults:
         fault.kind, fault.target, fault.gone_s, fault.then = "crash", "who", rng.choice((0.0, 0.005)), None
         fault.moment, fault.count = "answer Report", rng.choice((1, 2, 3, 5, 8, 12))
@@ -373,7 +373,7 @@ def draw_report_crashes(rng: random.Random) -> list[Fault]:
 
 def draw_between_steps(rng: random.Random) -> list[Fault]:
     """Draws faults between steps of a node's loop, or at a message of any kind."""
-    faults = [draw_one(rng, follows=True) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+    faults = [draw_chain(rng, follows=True) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
     for fault in faults:
         fault.kind = rng.choice(("crash", "crash", "freeze", "reset", "watch break", "cut one way", fault.kind))
         fault.until = ""
@@ -387,7 +387,7 @@ def draw_between_steps(rng: random.Random) -> list[Fault]:
 
 def draw_last_epoch_faults(rng: random.Random) -> list[Fault]:
     """Draws faults in the last epoch: only then a job ends while a node is replaced."""
-    faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 1, 2)))]
+    faults = [draw_chain(rng, follows=True) for _ in range(rng.choice((1, 1, 2)))]
     for fault in faults:
         fault.kind = rng.choice((fault.kind, fault.kind, "crash", "keys deleted"))
         fault.moment = f"last {rng.choice(('compose', 'processor', 'sync', 'snapshot', 'done', 'commit'))}"
@@ -399,7 +399,7 @@ def draw_last_epoch_faults(rng: random.Random) -> list[Fault]:
 
 def draw_deletions(rng: random.Random) -> list[Fault]:
     """Draws deletions of the keys of one living node, or of all nodes."""
-    faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
+    faults = [draw_chain(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
     for fault in faults:
         fault.kind, fault.again = "keys deleted", rng.random() < 0.5
         if fault.until:  # it was drawn as a write that is late
@@ -409,11 +409,11 @@ def draw_deletions(rng: random.Random) -> list[Fault]:
 
 def draw_called_gone(rng: random.Random) -> list[Fault]:
     """Draws launchers that declare a running or frozen node gone."""
-    faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
+    faults = [draw_chain(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
     for fault in faults:
         fault.kind, fault.until = "called gone", ""
         if rng.random() < 0.4:  # the node freezes until the others have reacted
-            stands = draw_one(rng, follows=True)
+            stands = draw_chain(rng, follows=True)
             stands.kind, stands.at_s, stands.then = (
                 rng.choice(("freeze", "isolation", "etcd cut", "stuck loop")),
                 0.0,
@@ -425,7 +425,7 @@ def draw_called_gone(rng: random.Random) -> list[Fault]:
 
 def draw_power_losses(rng: random.Random) -> list[Fault]:
     """Draws the death of all nodes of a host at once, with etcd's answers to other nodes lost."""
-    faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2)))]
+    faults = [draw_chain(rng, follows=False) for _ in range(rng.choice((1, 1, 2)))]
     for fault in faults:
         fault.kind, fault.until, fault.target = "power loss", "", rng.choice(("leader", "leader", "primary", "who"))
         fault.gone_s = rng.choice((None, None, 1.0, 0.05))  # mostly its launcher went with it
@@ -461,13 +461,13 @@ def draw_resubmission(rng: random.Random, *, has_checkpoints: bool) -> Resubmiss
     """
     shut: list[Fault] = []
     if rng.random() < 0.7:
-        shut = [draw_one(rng, follows=False)]
+        shut = [draw_chain(rng, follows=False)]
         shut[0].kind, shut[0].until, shut[0].count = "shut down", "", rng.choice((1, 1, 2, 3, 5, 9))
         if has_checkpoints and rng.random() < 0.8:  # right after the first checkpoint: the job may end soon
             shut[0].moment, shut[0].count = rng.choice(("after checkpoint", *_CHECKPOINT_MOMENTS[:9])), 1
             shut[0].saved = True
         if rng.random() < 0.5:  # a node does not learn about it
-            deaf = draw_one(rng, follows=True)
+            deaf = draw_chain(rng, follows=True)
             deaf.kind = rng.choice(("freeze", "freeze", "watch stall", "isolation", "etcd cut", "etcd slow request"))
             deaf.target, deaf.at_s, deaf.until = rng.choice(("who", "leader", "primary", "member")), 0.0, ""
             deaf.lasts_s, deaf.then, shut[0].then = rng.choice((0.2, 1.0, 3.0)), None, deaf
@@ -479,7 +479,7 @@ def draw_resubmission(rng: random.Random, *, has_checkpoints: bool) -> Resubmiss
         after_s=rng.choice((0.0, 0.0, 0.01, 0.1, 1.0)) * rng.random(),
         resume=rng.random() < (0.85 if has_checkpoints else 0.7),
         lost=rng.choice((0, 0, 0, 1, 2)),
-        faults=[draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 3)))],
+        faults=[draw_chain(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 3)))],
     )
 
 
@@ -504,7 +504,7 @@ def _after_lost_file(fault: Fault) -> Fault:
 
 def _checkpoint_fault(rng: random.Random, kind: str) -> Fault:
     """Draws a fault of this kind, mostly at a moment of a checkpoint or a roll-back."""
-    fault = draw_one(rng, follows=False)
+    fault = draw_chain(rng, follows=False)
     fault.kind, fault.until = kind, ""
     if rng.random() < 0.8:
         fault.moment, fault.count = rng.choice(_CHECKPOINT_MOMENTS), rng.choice((1, 1, 1, 2, 2, 3, 4))
@@ -515,7 +515,7 @@ def _checkpoint_fault(rng: random.Random, kind: str) -> Fault:
 
 def _late_write_during_roll_back(rng: random.Random) -> list[Fault]:
     """Draws a write that arrives late, while the job is rolled back."""
-    late, massacre = draw_one(rng, follows=True), _checkpoint_fault(rng, "massacre")
+    late, massacre = draw_chain(rng, follows=True), _checkpoint_fault(rng, "massacre")
     _make_late(late, rng, rng.choice(list(_OVERTAKEN_BY_ROLLBACKS)), _OVERTAKEN_BY_ROLLBACKS)
     late.lasts_s, late.count = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0), rng.choice((1, 1, 2, 3))
     massacre.moment, massacre.at_s = "", rng.choice((0.0, 0.01, 0.1)) * rng.random()
@@ -557,12 +557,12 @@ def draw_race_faults(rng: random.Random, race: str) -> list[Fault]:
 def _late_seal(rng: random.Random) -> list[Fault]:
     """Draws a late seal to a task, and the crash of another idle task, whose successor sends more messages."""
     faults = []
-    crash = draw_one(rng, follows=True)
+    crash = draw_chain(rng, follows=True)
     crash.kind, crash.target, crash.gone_s, crash.then = "crash", "talker", 0.0, None
     crash.at_s = rng.choice((0.0, 0.0, 0.001, 0.01)) * rng.random()
     first, last = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 3))
     for count in range(first, first + 4):
-        cut = draw_one(rng, follows=True)
+        cut = draw_chain(rng, follows=True)
         cut.kind, cut.target, cut.to_peer, cut.moment, cut.count = "cut one way", "who", True, "sending Seal", count
         cut.lasts_s, cut.then = rng.choice((0.1, 0.3)) * rng.uniform(0.5, 1.0), crash if count == first + last else None
         faults.append(cut)
@@ -572,7 +572,7 @@ def _late_seal(rng: random.Random) -> list[Fault]:
 def _late_pointer(rng: random.Random) -> list[Fault]:
     """Draws a leader that freezes between finding a checkpoint complete and writing its pointer. Another leader, which
     lacks a file, abandons the checkpoint; then the first leader resumes."""
-    slow, frozen = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    slow, frozen = draw_chain(rng, follows=True), draw_chain(rng, follows=True)
     slow.kind, slow.target, slow.moment, slow.then = "place slow", "leader", "message WrittenFile", None
     slow.again = False
     slow.count, slow.lasts_s = rng.choice((1, 1, 1, 2)), rng.choice((0.2, 1.0, 2.0)) * rng.uniform(0.5, 1.0)
@@ -583,7 +583,7 @@ def _late_pointer(rng: random.Random) -> list[Fault]:
 
 def _newer_checkpoint(rng: random.Random) -> list[Fault]:
     """Draws a late pointer to a checkpoint, while a node reads the previous checkpoint for a roll-back."""
-    late, slow = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    late, slow = draw_chain(rng, follows=True), draw_chain(rng, follows=True)
     massacre = _checkpoint_fault(rng, "massacre")
     _make_late(late, rng, "sending checkpoint", _OVERTAKEN_BY_ROLLBACKS)
     # The job goes back only after the leases of dead nodes have ended.
@@ -602,12 +602,12 @@ def draw_member_changes(rng: random.Random) -> list[Fault]:
 def _late_takeover(rng: random.Random) -> list[Fault]:
     """Draws a primary that is frozen until a member decides to take over, then resumes and evicts that member, since
     others join, before the takeover arrives."""
-    frozen, late = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    frozen, late = draw_chain(rng, follows=True), draw_chain(rng, follows=True)
     frozen.kind, frozen.target, frozen.lasts_s, frozen.wakes = "freeze", "primary", 4.5, "sending takeover"
     frozen.moment, frozen.count, frozen.then = rng.choice(("after commit", "after admit", "point compose")), 1, None
     _make_late(late, rng, "sending takeover")
     late.until, late.count, late.lasts_s = "", 1, rng.uniform(1.0, 4.0)
-    joins = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 2, 3)))]
+    joins = [draw_chain(rng, follows=True) for _ in range(rng.choice((1, 2, 3)))]
     for join, before in zip(joins, (late, *joins), strict=False):
         join.kind, join.until, join.at_s, join.then, before.then = "join", "", 0.01 * rng.random(), None, join
     return [frozen, late]
@@ -615,7 +615,7 @@ def _late_takeover(rng: random.Random) -> list[Fault]:
 
 def _gone_candidate(rng: random.Random) -> list[Fault]:
     """Draws a candidate that dies, and its admission that arrives after the candidate was declared gone."""
-    late, crash = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    late, crash = draw_chain(rng, follows=True), draw_chain(rng, follows=True)
     _make_late(late, rng, "sending admit")
     late.until, late.count, late.lasts_s = "after gone", rng.choice((1, 1, 2, 3)), 1.5
     crash.kind, crash.target, crash.at_s, crash.gone_s = "crash", "peer", 0.0, rng.choice((0.0, 0.05))

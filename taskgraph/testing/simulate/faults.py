@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from taskgraph.protocol.kv import Delete, Txn
-from taskgraph.testing.simulate.drawing import Fault, draw_one
+from taskgraph.testing.simulate.drawing import Fault, draw_chain
 from taskgraph.testing.simulate.loop import outside
 from taskgraph.testing.simulate.world import SimNode, World, discard
 
@@ -26,7 +26,7 @@ class Faults:
         self.ruthless = ruthless  # True: crashes may end all replicas of a task
         self._rng = rng
         if ruthless:
-            faults = [*faults, dataclasses.replace(draw_one(rng, follows=False), kind="massacre")]
+            faults = [*faults, dataclasses.replace(draw_chain(rng, follows=False), kind="massacre")]
         self._waiting: list[Fault] = []
         self._stopped = False
         self._peer = ""  # the other node of the current moment
@@ -181,7 +181,9 @@ class Faults:
         self._crash(fault, target, host=True)
 
     def _power_loss(self, fault: Fault, target: SimNode) -> None:
-        """Kills all nodes of a host at once, and loses etcd's next answers to some other nodes."""
+        """Kills all nodes of a host at once, if the job survives that; next writes of some other nodes to etcd have
+        unknown outcomes.
+        """
         nodes = self._world.existing()
         together = [node for node in nodes if node.node.host == target.node.host]
         if not self._is_survivable(*together):
@@ -403,7 +405,7 @@ class Faults:
         self._later(2 * fault.lasts_s, disk.mend)
 
     def _place_full(self, fault: Fault, target: SimNode) -> None:
-        """Fails a node's writes to the checkpoint disk: no space left."""
+        """Fails a node's writes to the checkpoint disk for `fault.lasts_s`: no space left."""
         self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         target.disk.full = True
         self._later(fault.lasts_s, target.disk.mend)

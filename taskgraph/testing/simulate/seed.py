@@ -454,7 +454,7 @@ async def _wait_until_ended(world: World, faults: Faults, *, collects: bool) -> 
         await asyncio.sleep(0.05)
     faults.end()
     await asyncio.sleep(2.0 * world.settings.lease_ttl_s)
-    world.check_no_keys_left()
+    world.check_no_node_keys_left()
 
 
 async def _wait_for_outcome(world: World, faults: Faults) -> str:

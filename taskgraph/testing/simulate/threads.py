@@ -140,7 +140,7 @@ class InlineThreads:
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         raise RuntimeError("a simulated thread cannot wait: write an `async def`")
 
-    def abandon(self) -> None:
+    def cancel_futures(self) -> None:
         pass  # each function ends within a callback
 
     def close(self) -> None:

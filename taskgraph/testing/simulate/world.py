@@ -438,8 +438,8 @@ class World:
                     raise Violation(f"{known.id} ended, and did not tear down task {task}")
         return True
 
-    def check_no_keys_left(self) -> None:
-        """Raises Violation if a node's key is left. Call this some time after all nodes have ended."""
+    def check_no_node_keys_left(self) -> None:
+        """Raises Violation if a node's key is left in etcd. Call this some time after all nodes have ended."""
         if found := self.etcd.store.select(self.keys.nodes, prefix=True):
             raise Violation(f"all nodes have ended, and there is {found[0].key}")
 

@@ -89,9 +89,9 @@ def test_a_lease_is_renewed_five_times_in_its_ttl() -> None:
 
 def test_broken_stream_moves_to_the_next_endpoint() -> None:
     rounds = RenewalSchedule(5.0, endpoints=3, endpoint=1, now=10.0)
-    rounds.on_break(10.1)
+    rounds.renew_at_next_endpoint(10.1)
     assert rounds.endpoint == 2 and rounds.next_at == 10.35
-    rounds.on_break(10.2)
+    rounds.renew_at_next_endpoint(10.2)
     assert rounds.endpoint == 0 and rounds.next_at == 10.35, "no later than it was due"
     assert rounds.take_due(10.35) and rounds.next_at == 11.35
 
@@ -106,7 +106,7 @@ def test_renewal_after_a_login() -> None:
 
 def test_single_endpoint_is_kept() -> None:
     rounds = RenewalSchedule(5.0, endpoints=1, endpoint=0, now=10.0)
-    rounds.on_break(10.0)
+    rounds.renew_at_next_endpoint(10.0)
     rounds.on_login_end(10.0, failed=True)
     assert rounds.endpoint == 0
 

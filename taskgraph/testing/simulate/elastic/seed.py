@@ -123,26 +123,26 @@ async def _run_until_checkpoint(world: ElasticWorld, checkpoints: int, late_s: f
 
 async def _wait_for_end(world: ElasticWorld, faults: ElasticFaults) -> str:
     """Waits for the job's end, first with faults, after `HEAL_S` without. Returns how it ended."""
-    judging = asyncio.ensure_future(_judge(world))
+    right_end = asyncio.ensure_future(_wait_for_right_end(world))
     try:
-        await asyncio.wait((judging, world.failed), timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
-        if not judging.done() and not world.failed.done():
+        await asyncio.wait((right_end, world.failed), timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
+        if not right_end.done() and not world.failed.done():
             faults.end()
             world.transcript.add("world", "heal", "no failure from now on")
-            await asyncio.wait((judging, world.failed), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((right_end, world.failed), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if world.failed.done():
             world.failed.result()
-        if not judging.done():
+        if not right_end.done():
             raise Violation(f"E6: it hangs: {_describe_hang(world)}")
-        return judging.result()
+        return right_end.result()
     finally:
-        judging.cancel()
-        await asyncio.gather(judging, return_exceptions=True)
+        right_end.cancel()
+        await asyncio.gather(right_end, return_exceptions=True)
 
 
-async def _judge(world: ElasticWorld) -> str:
-    """Waits for the job's end. Returns "finished"; "lost": the job failed, and no worker was left that held the totals;
-    "all gone": all processes ended before the job, or before its result was read.
+async def _wait_for_right_end(world: ElasticWorld) -> str:
+    """Waits for the job's end, and checks it. Returns "finished"; "lost": the job failed, and no worker was left that
+    held the totals; "all gone": all processes ended before the job, or before its result was read.
 
     Raises:
         Violation: the job failed for no reason, or its result is wrong.

@@ -139,7 +139,7 @@ class SteppedThreads:
         self.post(self._loop.call_later, for_s, over.set_result, None)
         self.block(over, None)
 
-    def abandon(self) -> None:
+    def cancel_futures(self) -> None:
         for future in self._threads.values():
             future.cancel()
 

@@ -88,7 +88,7 @@ async def test_abandoned_functions_run_on() -> None:
 
     first, second = threads.run(takes), threads.run(lambda: did.append("second"))
     await asyncio.to_thread(begun.wait, 30)
-    threads.abandon()
+    threads.cancel_futures()
     for given_up in (first, second):
         with pytest.raises(asyncio.CancelledError):
             await given_up

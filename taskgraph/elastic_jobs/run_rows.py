@@ -1,4 +1,4 @@
-"""What the steps of a run read: rows by number (`NumberedFeed`), or the lanes of a source (`lanes`)."""
+"""What the steps of a run read: rows by number (`NumberedRunRows`), or the lanes of a source (`lanes`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from taskgraph.elastic_jobs.data import Data
 from taskgraph.elastic_jobs.parts import Part, RoundOfParts
 from taskgraph.elastic_jobs.rows import Rows
 
-__all__ = ["Feed", "FeedStep", "NumberedFeed"]
+__all__ = ["NumberedRunRows", "RunRows", "StepRows"]
 
 
-class Feed(Protocol):
-    """The rows of all steps."""
+class RunRows(Protocol):
+    """The rows of all steps of `run.steps`: numbered (`NumberedRunRows`), or of a source (`lanes.SourceLanes`)."""
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -40,12 +40,14 @@ class Feed(Protocol):
     def has_step(self, number: int) -> bool:
         """True if there is a step of this number. Called once the one before has ended; may open a pass of a source."""
 
-    def step(self, number: int) -> FeedStep:
+    def step(self, number: int) -> StepRows:
         """Begins a step, and returns its rows."""
 
 
-class FeedStep(Protocol):
-    """The rows of one step. Of a source, `rows`, `size` and `ends_pass` raise StepError until the first round."""
+class StepRows(Protocol):
+    """The rows of one step of `run.steps`: numbered, or of a source. Of a source, `rows`, `size` and `ends_pass` raise
+    StepError until the first round.
+    """
 
     pass_number: int
 
@@ -72,11 +74,11 @@ class FeedStep(Protocol):
         """Takes, after a round, what its parts carried to all workers (`Part.carried`), in the order of the parts."""
 
     def end(self) -> None:
-        """Ends the step. Raises StepError if it is of a source and had no round."""
+        """Ends the step. Raises StepError if its rows come from a source and no round has read them."""
 
 
-class NumberedFeed:
-    """The steps of a run whose rows have numbers. A `Feed`.
+class NumberedRunRows:
+    """The steps of a run whose rows have numbers. A `RunRows`.
 
     Args:
         data: None: parts have no data.
@@ -110,14 +112,14 @@ class NumberedFeed:
     def has_step(self, number: int) -> bool:
         return self.of.steps is None or number < self.of.steps
 
-    def step(self, number: int) -> FeedStep:
-        return _NumberedStep(self, number)
+    def step(self, number: int) -> StepRows:
+        return _NumberedStepRows(self, number)
 
 
-class _NumberedStep:
-    """One step of a `NumberedFeed`. A `FeedStep`."""
+class _NumberedStepRows:
+    """One step of a `NumberedRunRows`. A `StepRows`."""
 
-    def __init__(self, of: NumberedFeed, number: int) -> None:
+    def __init__(self, of: NumberedRunRows, number: int) -> None:
         self._of = of
         self._number = number
         self.pass_number = number // of.per_pass

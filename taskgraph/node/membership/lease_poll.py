@@ -16,7 +16,7 @@ from taskgraph.protocol.lease_end import LeaseEnd
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
 
-__all__ = ["EndedLeases"]
+__all__ = ["LeasePoll"]
 
 _LEAST_TTL_S = 2.0
 """etcd grants no shorter lease."""
@@ -31,8 +31,8 @@ class _LeaseQuery:
         self.next_at = 0.0
 
 
-class EndedLeases:
-    """Watches the leases of the nodes that share a task with this one.
+class LeasePoll:
+    """Asks etcd, while no epoch commits, for the leases of nodes that share a task with this one. Records nothing.
 
     Args:
         changed: called with a node, its lease, and whether the lease has ended.
@@ -45,7 +45,7 @@ class EndedLeases:
         self._epoch = -1
         self._progress_at = 0.0
 
-    async def watch(self) -> None:
+    async def run(self) -> None:
         """Asks etcd again and again about the leases of nodes that share a task with this one, until cancelled."""
         node, beat_s = self._node, self._node.settings.lease_ttl_s / 5
         while True:

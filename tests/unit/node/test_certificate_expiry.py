@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from taskgraph.network.tls import CA, CERT, KEY, Tls
-from taskgraph.node.certificate_watch import CertificateWatch
+from taskgraph.node.certificate_expiry import CertificateExpiryWatch
 from taskgraph.observe.events import EventLog
 
 BEGIN = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
@@ -26,7 +26,7 @@ class Told:
     def __init__(self, tls: Tls) -> None:
         self.events = EventLog("n1")
         self.at_s = 0.0
-        self._expiring = CertificateWatch(tls, self.events, "n1", "host1", lambda: BEGIN.timestamp() + self.at_s)
+        self._expiring = CertificateExpiryWatch(tls, self.events, "n1", "host1", lambda: BEGIN.timestamp() + self.at_s)
 
     def check(self, at_s: float) -> list[str]:
         """The events at that time, in seconds after the certificate became valid."""

@@ -15,7 +15,7 @@ from taskgraph.errors import TransportError
 from taskgraph.network.tls import Tls
 from taskgraph.observe.events import EventLog
 
-__all__ = ["CertificateWatch"]
+__all__ = ["CertificateExpiryWatch"]
 
 _SHARE_LEFT = 10
 """Warns when less than 1/10 of the validity is left,"""
@@ -26,8 +26,8 @@ _CHECK_S = 60.0
 _LEAST_S = 0.1
 
 
-class CertificateWatch:
-    """Watches one node's certificates.
+class CertificateExpiryWatch:
+    """Warns, by events, of a node's certificates that end soon or have ended. Loads none.
 
     Args:
         now: unix time, which decides when certificates end.
@@ -41,7 +41,7 @@ class CertificateWatch:
         self._emitted: set[tuple[Path, float, bool]] = set()
 
     async def watch(self) -> None:
-        """Checks the certificates from time to time, until it is cancelled."""
+        """Checks the certificates, once a minute at least, until it is cancelled."""
         while True:
             next_s = self.check()
             await asyncio.sleep(next_s)
