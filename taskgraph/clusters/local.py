@@ -107,7 +107,7 @@ class LocalLauncher:
             yield line
 
     async def stop(self, job: str, where: Mapping[str, str]) -> None:
-        """Waits until the command in the background has ended, as it does with the job."""
+        """Waits for the end of the background command, after the job's. Raises TaskGraphError if that takes long."""
         runtime = Runtime()
         try:
             async with asyncio.timeout(_STARTS_S):

@@ -250,5 +250,5 @@ def _all_tasks(tasks: int) -> tuple[int, ...]:
 
 
 def _child_tasks(at: TreePlace) -> tuple[int, ...]:
-    """Returns the children, the one with the most members first: it has to pass the value on."""
+    """Returns the children in the tree, the largest subtree first: its child has to pass the value on."""
     return tuple([child.member for child in reversed(at.children)])

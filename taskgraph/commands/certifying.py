@@ -107,7 +107,7 @@ def make_certs(
 
 
 def _checked_host(text: str) -> str:
-    """Checks that a certificate can name the host, and returns it. Raises JobError."""
+    """Returns the host. Raises JobError if it is no name or address, which a certificate needs."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:

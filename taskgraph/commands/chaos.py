@@ -178,7 +178,7 @@ class _Chaos:
                 group.create_task(self._report_commit(epoch, fault.node))
 
     async def _draw_fault(self) -> Fault:
-        """Waits for a node that can be hit, and draws a fault."""
+        """Draws a fault; while no node of this host may be hit, says why, once, and tries again."""
         said = False
         while True:
             with contextlib.suppress(CoordinationError):

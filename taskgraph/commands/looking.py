@@ -262,7 +262,7 @@ async def _events(options: argparse.Namespace) -> int:
                 print_event(event, as_json=options.json)
             return 0
         printed: deque[Event] = deque(maxlen=_PRINTED * reached.spec.setting("events_kept"))
-        following = _follow(reached, printed, as_json=options.json)
+        following = _print_until_end(reached, printed, as_json=options.json)
         async with alongside(following, wait_until_launcher_gone(reached.entry), _wait_until_ended(reached)) as waits:
             await any_done(*waits)
             if waits[0].done():
@@ -286,7 +286,7 @@ async def _wait_until_ended(reached: FoundJob) -> None:
         await asyncio.sleep(_LAST_EVENT_S)
 
 
-async def _follow(reached: FoundJob, printed: deque[Event], *, as_json: bool) -> None:
+async def _print_until_end(reached: FoundJob, printed: deque[Event], *, as_json: bool) -> None:
     """Prints events until the last event of the job."""
     async for event in follow_events(reached.coordinator, reached.name):
         printed.append(event)

@@ -106,7 +106,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _read_pieces(options: argparse.Namespace) -> list[str]:
-    """Returns the pieces: the lines of a file, or the files that match. Raises JobError."""
+    """Returns the lines of a file, or the files that match. Raises JobError: none matches, or it cannot be read."""
     if options.files is not None:
         found = sorted({path for pattern in options.files for path in glob.glob(pattern, recursive=True)})
         files = [path for path in found if Path(path).is_file()]

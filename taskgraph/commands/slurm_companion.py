@@ -183,7 +183,7 @@ class _Companion:
             log.exception("events of Slurm are not written")
 
     async def _report(self, follower: Follower, drain_s: float) -> None:
-        """Asks Slurm again and again, and writes an event for each element that went."""
+        """Asks Slurm, until cancelled, and writes an event for each element that left its machine."""
         array, _, own = self._element.partition("_")
         # Another one of us may have ended with its machine: then this element changed its place unseen.
         again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

@@ -85,7 +85,7 @@ def _check_without_launcher(options: argparse.Namespace) -> None:
 
 
 def _check_nodes(options: argparse.Namespace, job: Job) -> None:
-    """Checks --run, and --nodes of --wait. Raises JobError."""
+    """Raises JobError if --run is no name, or the job cannot begin with --nodes."""
     if options.run is not None and not is_name(options.run):
         raise JobError(f"--run {options.run!r}: {NAME_RULE}")
     if options.nodes is None:

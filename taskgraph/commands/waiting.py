@@ -189,7 +189,7 @@ def _write_result(path: Path, result: JobResult) -> None:
 
 
 def _write(path: Path, json: str) -> None:
-    """Writes the values, as JSON, to a file or to standard output. Raises JobError."""
+    """Writes the values, as JSON, to a file or to standard output. Raises JobError if it cannot."""
     if path == _OUTPUT:
         print(json, flush=True)
         return

@@ -121,7 +121,7 @@ def _show_log(path: str) -> None:
 
 
 def main() -> int:
-    """Runs the command until it ends or must end; returns its exit code."""
+    """Runs the command until it ends, our parent ends, or SIGTERM comes; returns its exit code."""
     parser = argparse.ArgumentParser(description="Run a command that ends when standard input does.")
     parser.add_argument("--remove", action="append", default=[], help="directory to remove at the end")
     parser.add_argument("--log", help="file for the command's output")

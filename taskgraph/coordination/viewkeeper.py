@@ -131,7 +131,7 @@ class ViewKeeper:
             self._cancel_notify_timer()
 
     async def _watch(self, start: int) -> None:
-        """Applies the events of the watch to the view, and notifies, until the history is gone."""
+        """Applies the events of the watch to the view, and notifies. Raises WatchCompacted if events are lost."""
         view = self.view
         async for batch in self._coordinator.watch(view.keys.root, start):
             structure, epoch = view.structure_revision, view.epoch

@@ -66,7 +66,7 @@ class Contributions:
         others = [worker for worker in dealt.due if worker != self._node.id]
         return EncodedSums(dealt.view, self._encode_for(others, sums, dealt.owners if self.are_large(sums) else ()))
 
-    def hold(self, finished: FinishedParts) -> None:
+    def keep_own(self, finished: FinishedParts) -> None:
         """Keeps the sums of parts that user code has finished, as this worker's own."""
         for sums in finished.sums.values():
             sums.workers = (self._node.name,)

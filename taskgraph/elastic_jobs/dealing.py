@@ -58,7 +58,7 @@ class PieceEffects(Protocol):
     @property
     def bound(self) -> int: ...
 
-    def take(self, ticket: Ticket, *, counts: bool) -> Any:
+    def end_piece(self, ticket: Ticket, *, counts: bool) -> Any:
         """Ends a piece, in user code's thread. Returns its effects, as a value that travels; None: it had none.
 
         Args:
@@ -66,7 +66,7 @@ class PieceEffects(Protocol):
         """
 
     def apply_effects(self, ticket: Ticket, effects: Any) -> None:
-        """Applies what `take` returned, maybe None, once its piece counts: on all workers' loops, in the same order."""
+        """Applies what `end_piece` returned, maybe None, once its piece counts: on all workers' loops, in one order."""
 
 
 class Dealing:

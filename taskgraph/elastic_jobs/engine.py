@@ -107,7 +107,7 @@ class Engine:
     # -- events -----------------------------------------------------------------------------------
 
     def read_view(self, view: View) -> None:
-        """Follows a view that was read from etcd."""
+        """Takes a view that was read from etcd, and carries out what the core decides then."""
         self.core.read_view(view)
         self.behind &= frozenset(() if self.core.view is None else self.core.view.workers)
         self._carry_out()
@@ -142,7 +142,7 @@ class Engine:
             return
         self._reach(position, parts, tag)
         if position == self.core.position and self.core.phase != Phase.OUTSIDE:
-            self.contributions.hold(finished)
+            self.contributions.keep_own(finished)
         self.core.note_computed(position, finished.sums, large=self.contributions.are_large(finished.sums.values()))
         self._carry_out()
 
@@ -165,7 +165,7 @@ class Engine:
     def catch_up(self, position: int, totals: Sequence[Sums]) -> None:
         """Takes stable totals, from `position` on, that this newcomer has got from a donor."""
         for number, total in enumerate(totals, position):
-            self.totals.hold(number, Total.of(total))
+            self.totals.keep(number, Total.of(total))
         self.core.catch_up(position + len(totals))
         self._carry_out()
         self.heard()
@@ -202,7 +202,7 @@ class Engine:
     def _show_waits(self) -> None:
         """Adds to the trace what user code waits for, and the end of a change of the view."""
         trace, view = self._trace, self.core.view
-        trace.note_wait((self.awaited or "the total") if self._asked is not None else "")
+        trace.begin_wait_span((self.awaited or "the total") if self._asked is not None else "")
         if view is not None and self.core.phase == Phase.WORKING:
             trace.end_view_change(" ".join(map(name_of, view.workers)))
 
@@ -272,7 +272,7 @@ class Engine:
     def _hold_total(self, position: int, total: Total) -> None:
         """Keeps the total of a position, and drops the sums that it is made of."""
         self.contributions.end_position(position)
-        self.totals.hold(position, total)
+        self.totals.keep(position, total)
 
     def _give_totals(self, action: actions.GiveTotals) -> None:
         """Sends totals to a worker that lacks them; if they are no longer kept, adds the worker to `behind`."""

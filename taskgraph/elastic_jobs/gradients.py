@@ -42,7 +42,7 @@ class Gradients:
         self._versions: dict[str, int] = {}
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
-    def begin(self) -> None:
+    def begin_part_loop(self) -> None:
         """Begins the part loop: clears all gradients, and notes the versions of the parameters for `find_changed`."""
         self.clear()
         self._versions = self._current_versions()
@@ -68,7 +68,7 @@ class Gradients:
         return next((name for name, parameter in self.parameters.items() if parameter.grad is not None), None)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Returns the gradient of each parameter that has one, and sets `p.grad` to None."""
+        """Returns the gradients of parameters that have one, and sets `p.grad` to None. StepError: one is sparse."""
         taken: dict[str, torch.Tensor] = {}
         for name, parameter in self.parameters.items():
             gradient, parameter.grad = parameter.grad, None

@@ -65,7 +65,7 @@ class GroupTurns:
             if progress.watch is not None:
                 progress.watch.on_copied_state(self.number)
 
-    def begin(self) -> Group:
+    def begin_turn(self) -> Group:
         """Begins a turn, and returns its group. The state may be captured for newcomers and checkpoints here."""
         progress, state = self.run.progress, self.run.named
         progress.cross_boundary(self.number, state, self.members)
@@ -111,7 +111,7 @@ class Group:
 
     @property
     def index(self) -> int:
-        """This worker's place among the members; -1 for a newcomer that catches up: what it computes is not used."""
+        """This worker's place in the group, from 0; -1 for a newcomer that catches up: what it computes is not used."""
         name = self._turns.run.progress.node.name
         return self.members.index(name) if name in self.members else -1
 

@@ -284,7 +284,7 @@ class _Reader:
         return None if self._next is _END else (self._at.piece, self._at.offset)
 
     def read(self, at: LanePosition, count: int) -> _ReadRows:
-        """Reads the row at a position, and those that follow, `count` at most."""
+        """Reads `count` rows at most from a position on. Raises StepError if the source has fewer rows than before."""
         if self._last is not None and self._last[0] == at:
             return self._last[1]
         if self._next is _END or self._at != at:

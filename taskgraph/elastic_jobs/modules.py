@@ -100,7 +100,7 @@ class Modules:
         return changes
 
     def put(self, changes: Mapping[str, torch.Tensor], parts: int) -> None:
-        """Adds the mean of the changes of all parts to the buffers."""
+        """Adds the mean of all parts' changes to the buffers. Raises StepError if a worker has other buffers."""
         buffers = self._buffers()
         with torch.no_grad():
             for name, change in changes.items():

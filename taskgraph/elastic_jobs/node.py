@@ -157,7 +157,7 @@ class ElasticNode(WorkerNode):
     def _note_stable(self, positions: int) -> None:
         """Tells reports and user code that the totals below `positions` are stable."""
         self.reports.note_stable(positions)
-        self.call.note_stable()
+        self.call.give_stable_copies()
         if self._drains:
             self.views.wake.set()  # a worker may leave now
 

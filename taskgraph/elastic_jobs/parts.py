@@ -82,7 +82,7 @@ class RoundOfParts:
 
             found = list(leaves(state))
             self.gradients, self._modules = Gradients(found, zeros, allocate), Modules(found, zeros)
-            self.gradients.begin()
+            self.gradients.begin_part_loop()
             self._modules.begin()
 
     def close(self, part: Part) -> Sums:
@@ -181,7 +181,7 @@ class Part:
         self._added: dict[str, Any] = {}
         self._trained: _Backward | None = None
 
-    def begin(self) -> None:
+    def seed_generators(self) -> None:
         """Seeds the generators for this part and round."""
         seed_generators(derived_seed(self.seed, self._round.id.round))
 

@@ -115,7 +115,7 @@ class Run:
         if self._turns is None:
             self._check_only_loop("run.group()")
             self._turns = GroupTurns(self)
-        return self._turns.begin()
+        return self._turns.begin_turn()
 
     def shards(
         self,

@@ -120,7 +120,7 @@ class Pieces:
         assert ticket is not None
         self.at_work = None
         note_piece(False)
-        done = None if effects is None else effects.take(ticket, counts=error is None)
+        done = None if effects is None else effects.end_piece(ticket, counts=error is None)
         text = "" if error is None else UserCodeError("", error).traceback_text
         self._dealing.queue.finish(FinishedPiece(ticket, rows, done, text))
         if watch is not None:

@@ -199,13 +199,13 @@ class Step:
             part = rows.part(current, answer)
             if watch is not None:
                 for trial in watch.trials(round_id, part, steps.feed):
-                    trial.begin()
+                    trial.seed_generators()
                     tables.pushes = trial.pushes
                     yield trial
                     watch.after_trial(trial, current.close(trial))
                 watch.before_part(round_id, part)
             mark = trace.begin()
-            part.begin()
+            part.seed_generators()
             tables.pushes = part.pushes
             yield part
             tables.pushes = None
@@ -222,7 +222,7 @@ class Step:
         if "add" not in answer.layout[1]:  # what parts contribute has it always
             raise error_of_wrong_call(progress.node.name, call)
         total = answer.tree(KINDS.values(), progress.node.allocate)
-        self._check_finite(answer, total)
+        self._emit_or_raise_nonfinite(answer, total)
         current.finish(total, rows.parts)
         pytorch()
         self._collected = [decode(tree, writable=True) for tree in answer.collected.values()]
@@ -261,7 +261,7 @@ class Step:
         """Ends the span that `begin_code_span` began."""
         self._steps.run.progress.node.trace.keep(self._code, "loop", "your code")
 
-    def _check_finite(self, sums: Sums, total: dict[str, Any]) -> None:
+    def _emit_or_raise_nonfinite(self, sums: Sums, total: dict[str, Any]) -> None:
         """Emits an event (one for several totals in a row) or raises StepError if a total has nan or inf."""
         how = self._steps.options.nonfinite
         if how == "ignore":

@@ -115,7 +115,7 @@ class Tables:
         """How many counted pieces a pull in `run.shards` may lack; 0: as many as count at once."""
         return min((table.options.staleness for table in self if table.options.staleness), default=0)
 
-    def take(self, ticket: Ticket, *, counts: bool) -> Packed | None:
+    def end_piece(self, ticket: Ticket, *, counts: bool) -> Packed | None:
         """Ends a piece. Returns its pushes, packed; None: it pushed nothing, or user code raised in it."""
         pushes, self.pushes = self.pushes, None
         if pushes is None or not counts:

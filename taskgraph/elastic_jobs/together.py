@@ -64,7 +64,7 @@ class _Keys:
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
-        """Waits for a key.
+        """Waits for a key, `_KEY_S` at most.
 
         Raises:
             GroupClosed: the view is over.

@@ -34,7 +34,7 @@ class KeptTotals:
         self._totals: dict[int, Total] = {}
         self._keep_from: dict[str, tuple[int, int]] = {}  # newcomer -> the first total that it lacks, the view then
 
-    def hold(self, position: int, total: Total) -> None:
+    def keep(self, position: int, total: Total) -> None:
         """Keeps the total of a position."""
         self._totals[position] = total
 

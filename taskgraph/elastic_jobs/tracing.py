@@ -84,7 +84,7 @@ class WorkerTrace:
         self.keep(self._step_began, "step", f"step {self.step}")
         self._step_began = None
 
-    def note_wait(self, what: str) -> None:
+    def begin_wait_span(self, what: str) -> None:
         """Ends the span of user code's last wait, and begins one for `what`; "": it does not wait now.
 
         Does nothing if user code still waits for the same.

@@ -335,7 +335,7 @@ class UserCall:
             self._prepared, self.state_wanted = memory, True
             self._engine.heard()
 
-    def note_stable(self) -> None:
+    def give_stable_copies(self) -> None:
         """Gives copies of the state to those that wait for them, if the totals before them are stable now."""
         stable = self._engine.core.stable
         for copy, awaited in self._unstable:
@@ -401,4 +401,4 @@ class UserCall:
             if newcomer:
                 self._engine.totals.keep_for(newcomer, copy.position)  # it has not asked for totals yet
             self._unstable.append((copy, awaited))
-        self.note_stable()
+        self.give_stable_copies()

@@ -62,7 +62,7 @@ class ViewChanger:
         self._joining = None
 
     async def run(self) -> None:
-        """Follows the views until cancelled."""
+        """Enters the views that are read, and proposes the next ones, until cancelled."""
         node = self._node
         asyncio.get_running_loop().call_later(node.settings.start_wait_s, self.wake.set)
         node.look_again()

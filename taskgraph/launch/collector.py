@@ -290,7 +290,7 @@ class Collector(Follower):
         await self._mark_collected(KeptJob(not_kept=self.only_on_nodes + where))
 
     async def _mark_collected(self, kept: KeptJob) -> None:
-        """Writes `collected`: the nodes may leave, and others read where the values are."""
+        """Writes `collected`: the nodes may leave, and others read where the values are. A failure is only logged."""
         keys = self.view.keys
         # Not if another run was submitted under this name meanwhile.
         txn = Txn((Compare(keys.spec, self._run_at),), (Put(keys.collected, kept.to_bytes()),))

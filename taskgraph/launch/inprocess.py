@@ -202,7 +202,7 @@ class InProcessCluster:
         return assemble(self.spec.name, found, view.primaries.values(), time.monotonic() - began)
 
     async def _wait_for_end(self, going_on: tuple[str, ...] = (JobStatus.RUNNING,)) -> StatusRecord:
-        """Waits until the state is none of `going_on`, and returns the status."""
+        """Waits until the state is none of `going_on`; returns the status. Raises JobFailed if a node fails before."""
 
         async def watch() -> StatusRecord:
             while True:

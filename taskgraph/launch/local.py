@@ -253,7 +253,7 @@ class LocalNodes:
         return tuple(entry.stall for entry in self._processes.values() if entry.stall)
 
     async def _report_stalls(self, entry: _Process) -> None:
-        """Reports where the event loop of a node stands still, until cancelled."""
+        """Writes events about where a node's event loop stands still, until cancelled."""
         standing = StalledLoop(entry.folder, entry.process.pid)
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -458,7 +458,7 @@ class LocalNodes:
         """Returns True if a node's key has not been seen in etcd yet."""
         return any(each.name == name and each.registered_at == math.inf for each in self._processes.values())
 
-    async def leave(self, within_s: float) -> None:
+    async def drain_or_kill(self, within_s: float) -> None:
         """Asks every node to hand over and leave; kills those that have not after `within_s`."""
         self._stopping = True
         await cancel_and_wait(*self._replacing)

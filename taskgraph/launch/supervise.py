@@ -342,7 +342,7 @@ class Supervisor:
             await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _finish(self, grace_s: float, others_s: float) -> None:
-        """Ends all nodes here, and keeps on this host how the job ended."""
+        """Ends all nodes here, waits for those elsewhere (`others_s`), and keeps on this host how the job ended."""
         follower = self._follower
         await self._nodes.stop(grace_s, tell=not self._without_etcd)
         if not self._without_etcd:  # else the last known view is kept
@@ -535,4 +535,4 @@ async def _collect_at_end(follower: Collector, gone: asyncio.Future[None]) -> tu
 async def _leave_when(leave: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:
     """Waits until `leave` is set; then has the nodes hand over and leave, within `within_s`."""
     await leave.wait()
-    await nodes.leave(within_s + _NODE_END_S)
+    await nodes.drain_or_kill(within_s + _NODE_END_S)

@@ -71,7 +71,7 @@ class NodeTrace:
         self.chunks: list[bytes] = []
 
     def spans(self) -> Iterator[Span]:
-        """Yields all spans, in the order in which they ended. Raises DecodeError."""
+        """Yields all spans, in the order in which they ended. Raises DecodeError if the node sent others."""
         decoder = msgspec.json.Decoder(list[Span])
         try:
             for chunk in self.chunks:
@@ -176,7 +176,7 @@ class Tracer:
                 trace = self.nodes[node] = NodeTrace(record)
                 if self.first >= 0:
                     trace.missing = f"it joined at {self.unit} {self.epoch}: what it did before"
-                self._follows[node] = asyncio.ensure_future(self._follow(trace))
+                self._follows[node] = asyncio.ensure_future(self._take_spans(trace))
 
     async def _choose_interval(self) -> int:
         """Measures the job's epochs per second, and returns n: one epoch in n is traced."""
@@ -193,7 +193,7 @@ class Tracer:
         return trace_interval(self._epochs, max(last - first, 0) / (now - began), replicas, hosts)
 
     async def _choose_epochs(self) -> None:
-        """Chooses the epochs: from the first that no node had begun before it was traced."""
+        """Chooses the epochs: from the first that no node had begun before it was traced. JobError: none is left."""
         give_up_at = time.monotonic() + _FIRST_S
         while time.monotonic() < give_up_at and not all(  # noqa: ASYNC110 (a join may add a node at any time)
             self.nodes[node].heard or follow.done() for node, follow in self._follows.items()
@@ -239,7 +239,7 @@ class Tracer:
             if not follow.cancelled():
                 follow.result()
 
-    async def _follow(self, trace: NodeTrace) -> None:
+    async def _take_spans(self, trace: NodeTrace) -> None:
         """Takes one node's spans until it has all that the trace wants, or the node ends."""
         try:
             async with client_of(trace.record, self._token, self._tls) as client:

@@ -76,7 +76,7 @@ class Journal:
         self._readers: dict[Path, RecordReader] = {}
 
     def __enter__(self) -> Journal:
-        """Locks the name.
+        """Locks the map's name for this call.
 
         Raises:
             JobRunning: another call has it.
@@ -105,7 +105,7 @@ class Journal:
             self._remove_old()
         self._stack.close()
 
-    def begin(self, function: str, pieces: Sequence[Any]) -> None:
+    def begin_anew(self, function: str, pieces: Sequence[Any]) -> None:
         """Deletes what an earlier call left, and writes the pieces and a manifest."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(mode=0o700)
@@ -121,7 +121,7 @@ class Journal:
         try:
             known = json.loads(manifest.read_bytes())
         except (FileNotFoundError, ValueError):  # none, or a caller that was killed before it had written one
-            self.begin(function, pieces)
+            self.begin_anew(function, pieces)
             return
         scratch = self.folder / f"new-{secrets.token_hex(4)}"
         scratch.mkdir()

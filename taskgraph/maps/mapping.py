@@ -154,7 +154,7 @@ class _Map:
         try:
             with ExitStack() as stack:
                 journal = self._journal(stack)
-                (journal.check_same_or_begin if options.resume else journal.begin)(self._identity, self._pieces)
+                (journal.check_same_or_begin if options.resume else journal.begin_anew)(self._identity, self._pieces)
                 if options.resume:
                     yield from self._read(journal)
                     self._errors.clear()
@@ -282,7 +282,9 @@ class _JobThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
-        hooks = Hooks(shown.show_if_wrong, lambda follower, nodes: shown.follow(follower.view)) if shown.on else None
+        hooks = (
+            Hooks(shown.show_if_wrong, lambda follower, nodes: shown.set_workers(follower.view)) if shown.on else None
+        )
 
         async def run() -> None:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()

@@ -71,8 +71,8 @@ class MapProgress:
             text = one_line(event.text)
             self._write(f"\r\x1b[2K{text}\n" if self._live else f"{text}\n")
 
-    def follow(self, view: JobView) -> None:
-        """Takes the number of workers, to be shown, from this view."""
+    def set_workers(self, view: JobView) -> None:
+        """Sets the number of workers that the line shows: that of this view."""
         self._workers = 0 if view.workers is None else len(view.workers.record.workers)
 
     def count_done(self) -> None:

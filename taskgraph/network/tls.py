@@ -105,7 +105,7 @@ class Tls:
         return tuple(found)
 
     def _make_context(self, *, server: bool) -> ssl.SSLContext:
-        """Makes a context of one side from the files. Raises TransportError."""
+        """Makes a context of one side from the files. Raises TransportError if one of them cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # The hello proves the node, and is bound to the connection (`channel_binding`); a host's name would prove less:
@@ -306,7 +306,7 @@ def check_listener(host: str, tls: bool, insecure: bool) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Returns True if all addresses of a host are loopback's. Raises TransportError."""
+    """Returns True if all addresses of a host are loopback's. Raises TransportError if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

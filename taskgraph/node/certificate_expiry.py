@@ -40,13 +40,13 @@ class CertificateExpiryWatch:
         self._now = now
         self._emitted: set[tuple[Path, float, bool]] = set()
 
-    async def watch(self) -> None:
+    async def run(self) -> None:
         """Checks the certificates, once a minute at least, until it is cancelled."""
         while True:
-            next_s = self.check()
+            next_s = self.warn_if_due()
             await asyncio.sleep(next_s)
 
-    def check(self) -> float:
+    def warn_if_due(self) -> float:
         """Warns once about each certificate that ends soon, and once more when it has ended.
 
         Returns:

@@ -67,12 +67,12 @@ class Node(NodeServices):
         )
         # From the first read on: a node takes offers while it registers, and must drop boundaries that a roll-back
         # undid before it holds later ones.
-        self._stop_following = self.keeper.on_change(self.reconciler.follow)
+        self._stop_following = self.keeper.on_change(self.reconciler.follow_epoch)
 
     # -- what its life asks -----------------------------------------------------------------------
 
     def services(self) -> dict[str, Coroutine[Any, Any, None]]:
-        return {"notices": self.notices.watch(), "reconcile": self.reconciler.run()}
+        return {"notices": self.notices.emit_until_cancelled(), "reconcile": self.reconciler.run()}
 
     def in_sync(self) -> bool | None:
         view = self.keeper.view

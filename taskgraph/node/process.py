@@ -280,7 +280,7 @@ async def _run(
             stack.enter_context(keep_ready_file(Path(config.ready_file), node))
         if tls is not None:
             await stack.enter_async_context(
-                _running_beside(CertificateExpiryWatch(tls, events, config.name, node.host).watch())
+                _running_beside(CertificateExpiryWatch(tls, events, config.name, node.host).run())
             )
         kept = job.settings.events_kept
         keeping = keep_events(

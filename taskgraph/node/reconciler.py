@@ -54,7 +54,7 @@ class Reconciler:
         self._notices = notices
         self._followed = 0  # the last revision of `epoch` that the replicas here followed
 
-    def follow(self) -> None:
+    def follow_epoch(self) -> None:
         """Passes a change of the epoch to the replicas, synchronously: after a commit they free earlier boundaries."""
         view = self._node.keeper.view
         if view.epoch is not None and view.epoch.mod_revision != self._followed:

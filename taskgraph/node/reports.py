@@ -330,7 +330,7 @@ def _little_endian(column: array[Any]) -> bytes:
 
 
 def _level(block: bytes) -> int:
-    """Returns the level of a packed block. Raises DecodeError."""
+    """Returns the level of a packed block. Raises DecodeError if it is none."""
     try:
         return int(_HEAD.unpack_from(block)[0])
     except (TypeError, struct.error) as error:

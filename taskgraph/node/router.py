@@ -222,7 +222,7 @@ class Router:
     ) -> Reply:
         """Calls a node once, and notes whether it could be reached. Raises TimeoutError once the call is in vain."""
         try:
-            reply = await self._try(peer, message, timeout_s, in_vain)
+            reply = await self._send_once(peer, message, timeout_s, in_vain)
         except Refused:
             self._failing.pop(peer.node, None)  # it answers
             raise
@@ -232,7 +232,7 @@ class Router:
         self._failing.pop(peer.node, None)
         return reply
 
-    async def _try(
+    async def _send_once(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
     ) -> Reply:
         """Sends a call once, without waiting if possible, and returns its reply."""

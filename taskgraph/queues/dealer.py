@@ -135,7 +135,7 @@ class Dealer:
             self._failure = _Failure(ticket.piece, text, node)
 
     def _top_up(self, task: int, most: int, now: float) -> list[int]:
-        """Deals pieces to a task, so that it has up to `most`. Returns all that it has."""
+        """Deals pieces to a task, so that it has up to `most`. Returns all pieces that it has then."""
         holder = str(task)
         mine = [index for index in self._mine.get(task, ()) if self.ledger.is_dealt_to(holder, Ticket(0, index, 0))]
         share = self.ledger.open // (_SHARES * self._tasks)

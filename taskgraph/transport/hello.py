@@ -102,7 +102,7 @@ _pack = msgspec.msgpack.encode
 
 
 def _parse(cls: type[S], data: bytes) -> S:
-    """Decodes the content of a HELLO frame. Raises DecodeError."""
+    """Decodes the content of a HELLO frame. Raises DecodeError if it is none."""
     try:
         return msgspec.msgpack.decode(data, type=cls)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -281,7 +281,7 @@ def test_the_rate_leaves_out_the_start_of_nodes() -> None:
 
 def test_worker_that_died_at_the_first_piece_is_named() -> None:
     with Journal("deaths", keep=False) as journal:
-        journal.begin("fn", [1, 2])
+        journal.begin_anew("fn", [1, 2])
         journal.begin_job(np.arange(2))
         for worker, piece in (("n1", 0), ("n2", 1), ("n3", -1)):
             AtWorkFile(journal.folder / f"{journal.run}-{worker}.at").note(piece)

@@ -23,7 +23,13 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import FailureKind, advice_on_failure, is_space_used_up, judge, refusal
+from taskgraph.coordination.etcd.failures import (
+    FailureKind,
+    advice_on_failure,
+    classify_failure,
+    is_space_used_up,
+    refusal,
+)
 from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions, NoAddress
@@ -77,7 +83,7 @@ class Stream(Generic[Response]):
     Attributes:
         endpoint: the member at the other end.
         token: the token with which the stream was opened, if etcd has users.
-        left: the stream was cancelled since calls left its endpoint (`Connection.leave`); its reader opens another.
+        left: the stream was cancelled since calls left its endpoint (`Connection.move_from`); its reader opens another.
     """
 
     def __init__(
@@ -173,7 +179,7 @@ class Connection:
         """The endpoint that the next call goes to."""
         return self.options.endpoints[self._current]
 
-    def leave(self, endpoint: Endpoint) -> None:
+    def move_from(self, endpoint: Endpoint) -> None:
         """Moves calls and streams from a failed endpoint, if it is the one in use, to the next one, if there is one.
 
         The kernel of a frozen member keeps the connection open, so a watch alone would notice only after 15 s.
@@ -268,11 +274,11 @@ class Connection:
                 raise
             except OtherCluster as other:  # our cluster did not execute the call
                 tries.add(endpoint, str(other))
-                self.leave(endpoint)
+                self.move_from(endpoint)
             except grpc.aio.AioRpcError as error:
                 details = _details(error)
                 tries.add(endpoint, details)
-                verdict = judge(error.code(), details)
+                verdict = classify_failure(error.code(), details)
                 if verdict is FailureKind.REFUSED:
                     raise refusal(str(what), error.code(), details) from error
                 if verdict is FailureKind.LOGIN and logins < 3:
@@ -280,7 +286,7 @@ class Connection:
                     self.login.drop_token(token)
                     continue
                 if not is_space_used_up(details):
-                    self.leave(endpoint)  # so that a later read does not ask the silent member
+                    self.move_from(endpoint)  # so that a later read does not ask the silent member
                 if verdict is FailureKind.UNKNOWN and sent and not again:
                     raise OutcomeUnknown(
                         f"{what}: it was sent to etcd at {endpoint.target}, without a usable answer ({details}). "
@@ -304,9 +310,10 @@ class Connection:
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
         token = await self._get_token(endpoint)
-        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channel_unless_closed(
-            endpoint
-        ).stream_stream(method.path, method.request.SerializeToString, method.response.FromString)
+        channel = self._channel_unless_closed(endpoint)
+        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = channel.stream_stream(
+            method.path, method.request.SerializeToString, method.response.FromString
+        )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
         metadata = [("hasleader", "true"), *credentials(token)]
         connect_s = _CONNECT_S if self._has_several else None
@@ -376,7 +383,7 @@ class Connection:
             limit_s = min(left, self._connect_limit_s())
             await self._try_once(endpoint, STATUS, v3.StatusRequest(), limit_s, self.login.token)
         except grpc.aio.AioRpcError as error:
-            if judge(error.code(), _details(error)) in (FailureKind.NOT_EXECUTED, FailureKind.UNKNOWN):
+            if classify_failure(error.code(), _details(error)) in (FailureKind.NOT_EXECUTED, FailureKind.UNKNOWN):
                 raise
 
     async def _get_token(self, endpoint: Endpoint, deadline: float | None = None) -> str | None:

@@ -18,9 +18,9 @@ __all__ = [
     "FailureKind",
     "PermissionRefused",
     "advice_on_failure",
+    "classify_failure",
     "code_and_details",
     "is_space_used_up",
-    "judge",
     "refusal",
 ]
 
@@ -81,8 +81,8 @@ def code_and_details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
     return error.code(), error.details() or error.code().name
 
 
-def judge(code: grpc.StatusCode, details: str) -> FailureKind:
-    """Returns what a call that ended with `code` and `details` may have done."""
+def classify_failure(code: grpc.StatusCode, details: str) -> FailureKind:
+    """Returns the kind of a failed call, by its status code and message."""
     if any(text in details for text in _STALE_TOKEN_TEXTS):
         return FailureKind.LOGIN
     if any(text in details for text in _NOT_EXECUTED_TEXTS):

@@ -32,7 +32,7 @@ from typing import Final
 import grpc
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import FailureKind, code_and_details, judge
+from taskgraph.coordination.etcd.failures import FailureKind, classify_failure, code_and_details
 from taskgraph.coordination.etcd.login import LoggedIn, Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
@@ -395,4 +395,4 @@ class _Stream:
 
 def _may_need_login(code: grpc.StatusCode, details: str) -> bool:
     """True if a new token may help. If etcd lost the token, it may say only that the call is not permitted."""
-    return judge(code, details) is FailureKind.LOGIN or code is grpc.StatusCode.PERMISSION_DENIED
+    return classify_failure(code, details) is FailureKind.LOGIN or code is grpc.StatusCode.PERMISSION_DENIED

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import grpc
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import FailureKind, code_and_details, judge
+from taskgraph.coordination.etcd.failures import FailureKind, classify_failure, code_and_details
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread_text
@@ -152,7 +152,7 @@ class Login:
     # The thread of one login.
 
     def _run(self, endpoint: Endpoint, future: Future[LoggedIn]) -> None:
-        """Logs in, in a thread of its own, and resolves `future`."""
+        """Logs in, in a thread of its own; `future` gets the login, or LoginFailed."""
         logged_in = failed = None
         try:
             logged_in = LoggedIn(endpoint, self._authenticate(endpoint))
@@ -218,5 +218,5 @@ def _probe(channel: grpc.Channel, endpoint: Endpoint) -> None:
         status(v3.StatusRequest(), timeout=_SILENT_S)
     except grpc.RpcError as error:
         code, details = code_and_details(error)
-        if judge(code, details) in (FailureKind.NOT_EXECUTED, FailureKind.UNKNOWN):
+        if classify_failure(code, details) in (FailureKind.NOT_EXECUTED, FailureKind.UNKNOWN):
             raise LoginFailed(endpoint, grpc.StatusCode.UNAVAILABLE, details) from error

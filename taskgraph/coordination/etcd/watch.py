@@ -28,7 +28,7 @@ from taskgraph.coordination.api import AccessRefused, DataLost, WatchBatch, Watc
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, Stream, is_cancelled, pause_s
-from taskgraph.coordination.etcd.failures import FailureKind, judge, refusal
+from taskgraph.coordination.etcd.failures import FailureKind, classify_failure, refusal
 from taskgraph.coordination.etcd.methods import RANGE, WATCH
 from taskgraph.errors import Unavailable
 
@@ -86,7 +86,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                             yield batch
         except grpc.aio.AioRpcError as error:
             reason = error.details() or error.code().name
-            verdict = judge(error.code(), reason)
+            verdict = classify_failure(error.code(), reason)
             if verdict is FailureKind.LOGIN:
                 _forget_token(connection, stream)
             elif verdict is FailureKind.REFUSED:
@@ -110,7 +110,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
             if stream is not None:
                 stream.cancel()
         failures += 1
-        connection.leave(endpoint)
+        connection.move_from(endpoint)
         level = logging.WARNING if failures == 1 else logging.DEBUG
         log.log(level, "watch of %r: etcd %s failed (%s); trying again", prefix, endpoint.target, reason)
         await asyncio.sleep(pause_s(failures))
@@ -134,7 +134,7 @@ async def check_not_lost(connection: Connection, prefix: str, known: int) -> Non
         revision = answer.header.revision
         if revision >= known:
             return
-        connection.leave(endpoint)  # perhaps only this member is behind
+        connection.move_from(endpoint)  # perhaps only this member is behind
     raise DataLost(f"it was at revision {known}, and is at {revision} now")
 
 
@@ -171,7 +171,7 @@ def _handle_cancel(
             f"watch of {prefix!r}: revision {position} was compacted away (up to {answer.compact_revision}); list again"
         )
     reason = answer.cancel_reason or "etcd ended the watch without a reason"
-    if judge(grpc.StatusCode.UNKNOWN, reason) is FailureKind.LOGIN:
+    if classify_failure(grpc.StatusCode.UNKNOWN, reason) is FailureKind.LOGIN:
         _forget_token(connection, stream)
     elif "permission denied" in reason:
         raise refusal(f"watch of {prefix!r}", grpc.StatusCode.PERMISSION_DENIED, reason)

@@ -204,7 +204,7 @@ class Attempt:
             if injects:
                 await primary.node.point("sync", self.task, self.number)
             if state is not None:
-                primary.unsaved.check_state_unchanged(state, self.number)
+                primary.unsaved.emit_if_state_changed(state, self.number)
             for processor in graph.sync_points:
                 await self._run_processor(processor)
             if activity.busy or activity.open_holds:
@@ -229,7 +229,7 @@ class Attempt:
         They would if `compose` is stateless and used nothing of its epoch that may differ in another epoch.
         """
         if self.recording is not None:
-            await self.recording.begin()
+            await self.recording.take_state_digests()
         replica = self.replica
         composition = self.composing = Composition(self.task, self.number, replica.graph, replica.topology.constant)
         replica.actor.stamp = self.stamp
@@ -350,7 +350,7 @@ class Attempt:
         """Marks the attempt as cancelled, and makes its threads stop waiting for replies: its end waits for them."""
         self.cancelled = self.inbound.over = True
         if self._messenger is not None:
-            self._messenger.end()
+            self._messenger.raise_in_waiting_threads()
 
     # -- for other tasks --------------------------------------------------------------------------
 

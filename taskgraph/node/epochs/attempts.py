@@ -57,8 +57,8 @@ class Attempts:
 
     # -- for the primary --------------------------------------------------------------------------
 
-    def begin(self, attempt: Attempt) -> None:
-        """Adds an attempt that begins, and wakes those that wait for it."""
+    def add(self, attempt: Attempt) -> None:
+        """Adds an attempt that begins, and wakes the calls that wait for it."""
         self._attempts[attempt.stamp] = attempt
         self.latest = attempt.stamp
         if self._waiting:
@@ -106,7 +106,7 @@ class Attempts:
             attempt.drop()
         self._attempts.clear()
 
-    def end(self) -> None:
+    def refuse_waiting_calls(self) -> None:
         """Refuses all waiting calls, since the term is over."""
         self._ended = True
         self.drop()

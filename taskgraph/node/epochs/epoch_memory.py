@@ -117,7 +117,7 @@ class EpochAllowance:
         self.epochs_allowed = min(self._ahead, self.bytes // max(1, self.largest_bytes))
         self._changed(self.epochs_allowed)
 
-    def end(self) -> None:
+    def give_back_share(self) -> None:
         """Gives this task's share back to the node, since its work ends."""
         self.memory.note_largest(self.largest_bytes, 0)
         self.largest_bytes = 0

@@ -172,7 +172,7 @@ class EpochLanes:
             try:
                 await self.awaiting_acks.end()
             finally:
-                self._share.end()
+                self._share.give_back_share()
 
     @property
     def report_error(self) -> BaseException | None:
@@ -217,7 +217,7 @@ class EpochLanes:
                         replica.actor.term = self._term
                         recording = primary.strict.new_recording(stamp) if strict else None
                         attempt = Attempt(primary, stamp, group=group, recording=recording, turns=turns, traced=traced)
-                        primary.attempts.begin(attempt)
+                        primary.attempts.add(attempt)
                         self._next = following.epoch
                         if several:
                             self._room.set()  # its lane may wait for this
@@ -539,7 +539,7 @@ class EpochLanes:
             attempt.recording.numbers, attempt.recording.finishing = attempt.numbers, attempt.finishing
             await self._primary.strict.check(attempt.recording)
         else:
-            self._checks = self._primary.unsaved.check(attempt.number)
+            self._checks = self._primary.unsaved.emit_if_changed(attempt.number)
 
 
 def _lane_count(primary: Primary) -> int:

@@ -49,16 +49,16 @@ class Messenger:
         """(where, task, method) of every pending request."""
         return list(self._awaited.values())
 
-    def end(self) -> None:
-        """Raises AttemptEnded in threads that wait for replies: the attempt is over, and waits for these threads."""
+    def raise_in_waiting_threads(self) -> None:
+        """Raises AttemptEnded in threads that wait for replies, since the attempt is over and waits for them to end."""
         for future in list(self._awaited):
             if not future.done():
                 future.set_exception(self._attempt.end_error())
         self._awaited.clear()
 
     def drop(self) -> None:
-        """Calls `end` and frees the replies to other tasks, since the attempt is over."""
-        self.end()
+        """Calls `raise_in_waiting_threads` and frees the replies to other tasks, since the attempt is over."""
+        self.raise_in_waiting_threads()
         self._answers.clear()
 
     # -- out --------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class PureWatch:
         self._changed: list[str] = []
 
     def wrap(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the handler so that `epoch.scratch` is compared before and after it."""
+        """Wraps the handler to note, for `check`, what it changes in `epoch.scratch`."""
         if is_async(handler):
 
             async def run_async(*args: Any) -> Any:

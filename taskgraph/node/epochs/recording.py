@@ -129,7 +129,7 @@ class Recording:
 
     # -- recording --------------------------------------------------------------------------------
 
-    async def begin(self) -> None:
+    async def take_state_digests(self) -> None:
         """Takes digests of the state at the beginning of the epoch."""
         self.before = await state_of(self.replica)
 

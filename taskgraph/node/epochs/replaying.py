@@ -187,7 +187,7 @@ class Replay:
         return {processor.name: processor for processor in composition.graph().processors}
 
     async def run(self, step: RecordedCall, processors: Mapping[str, Processor]) -> None:
-        """Runs one step with its recorded input."""
+        """Runs one recorded call of user code with its input; skips a processor that `compose` did not declare now."""
         fresh = self.fresh
         if step.processor is None:
             assert step.payload is not None

@@ -77,7 +77,7 @@ class UnsavedStateCheck:
                 self._give_up(error)
         return bool(self._before)
 
-    def check(self, epoch: int) -> bool:
+    def emit_if_changed(self, epoch: int) -> bool:
         """Checks an epoch that has run, and emits an event about attributes that it changed. Returns True if the next
         epoch is to be checked, too.
         """
@@ -97,7 +97,7 @@ class UnsavedStateCheck:
             self._emit_changed(names, epoch)
 
     def capture_state(self) -> dict[str, _Check] | None:
-        """Returns checks of the state as it is at an epoch's beginning, for `check_state_unchanged`; None: no check."""
+        """Returns checks of the state as it is at an epoch's beginning, for `emit_if_state_changed`; None: no check."""
         if not self._state_left:
             return None
         self._state_left -= 1
@@ -107,7 +107,7 @@ class UnsavedStateCheck:
             self._give_up(error)
             return None
 
-    def check_state_unchanged(self, before: dict[str, _Check], epoch: int) -> None:
+    def emit_if_state_changed(self, before: dict[str, _Check], epoch: int) -> None:
         """Emits an event if state changed in an epoch before its sync points."""
         try:
             names = _changed_names(before, self._replica.user_task)

@@ -41,7 +41,7 @@ class FatalCode:
         return True
 
     async def _fail(self, found: DeadlyCode) -> None:
-        """Fails the job in etcd; calls `changed` afterwards, also if etcd refused."""
+        """Fails the job in etcd, unless the epoch committed meanwhile; calls `changed` in either case."""
         node, view = self._node, self._node.keeper.view
         names = {name_of(each): record for each, record in found.deaths.items()}
         writer = node.new_writer()

@@ -27,7 +27,7 @@ class Notices:
         self._emitted_unreachable: set[str] = set()
 
     def notify_of_neighbors(self) -> None:
-        """Sends NeighborFailed and NeighborRestarted to the primaries here."""
+        """Notifies primaries here, by `on_event`, of neighbors that failed or restarted since the last call."""
         view = self._node.keeper.view
         seen = {task: (p.record.term, p.record.node in self._node.suspects) for task, p in view.primaries.items()}
         changed = {t: now for t, now in seen.items() if t in self._terms_seen and now != self._terms_seen[t]}
@@ -79,7 +79,7 @@ class Notices:
                 self._emitted_unreachable.add(other)
                 self._node.events.emit("unreachable", why, fields={"unreachable": other})
 
-    async def watch(self) -> None:
+    async def emit_until_cancelled(self) -> None:
         """Emits an event, once, about slow user code, and about nodes that stay unreachable, until cancelled.
 
         `status` shows both while they last.

@@ -528,7 +528,7 @@ class Backups:
         self._follow_soon()
         begins = self._committed_epoch == 0  # one event for the job, not two for each task
         what = f"{name_of(node)} has a backup now"
-        await self._note_write(revision, backoff, "admitted", node, what, transient=begins)
+        await self._emit_write(revision, backoff, "admitted", node, what, transient=begins)
 
     async def _evict(self, peer: PeerReplica, backoff: Backoff) -> None:
         """Writes the member out of the in-sync set, effective from the next boundary."""
@@ -557,7 +557,7 @@ class Backups:
         self._note_evicted(peer, revision is not None)
         ended = not self._node.keeper.view.running  # nodes leave at the end of a job: no event
         what = f"{name_of(node)} is no longer in sync"
-        await self._note_write(revision, backoff, "evicted", node, what, transient=ended or known)
+        await self._emit_write(revision, backoff, "evicted", node, what, transient=ended or known)
 
     def _note_evicted(self, peer: PeerReplica, written: bool) -> None:
         """Notes whether the evicting write succeeded; if so, ignores the answers to offers under way to the node."""
@@ -566,7 +566,7 @@ class Backups:
             peer.ignore_answers()
         self._follow_soon()
 
-    async def _note_write(
+    async def _emit_write(
         self, revision: int | None, backoff: Backoff, kind: str, node: str, what: str, *, transient: bool
     ) -> None:
         """Emits the change of the in-sync set that a write made; reads the view again if etcd refused it (None)."""

@@ -70,7 +70,7 @@ class CheckpointWriter:
         self._changed.set()
 
     async def write(self) -> None:
-        """Writes queued files until cancelled."""
+        """Writes the queued boundaries as files, until cancelled; skips those that were undone."""
         while True:
             while self._waiting is None:
                 self._changed.clear()

@@ -121,7 +121,7 @@ class Primary:
             raise errors.exceptions[0] from None
         finally:
             self._group = None
-            self.attempts.end()
+            self.attempts.refuse_waiting_calls()
 
     async def _work(self) -> None:
         """Begins the term, then works through attempts, roll-backs and the job's end, until cancelled."""
@@ -164,7 +164,7 @@ class Primary:
                     await self.node.short_pause()
 
     async def _begin(self) -> None:
-        """Sets up and restores the user's object; makes boundary 0 if there is none."""
+        """Sets up and restores the user's object, calls its `on_commit` and `on_event`; makes a missing boundary 0."""
         replica, self.stage = self.replica, "setup"
         await replica.set_up()
         if replica.actor.abandoned:

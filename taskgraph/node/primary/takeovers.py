@@ -163,7 +163,7 @@ class TakeOvers:
         return running
 
     async def _take_over(self, task: int, decision: Succession) -> None:
-        """Tries a takeover once. `reconcile` tries again if it is still needed."""
+        """Waits, by this node's rank, decides again, and tries a takeover once. `reconcile` tries again if needed."""
         if decision.rank:
             await asyncio.sleep(decision.rank * self._node.settings.takeover_stagger_s)
             if self._fatal_code.fail_if_fatal():

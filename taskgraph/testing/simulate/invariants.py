@@ -122,7 +122,7 @@ class Invariants:
     # -- after every write ------------------------------------------------------------------------
 
     def check_write(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
-        """Applies a write to the view, and checks it. Raises Violation."""
+        """Applies a write to the view, and raises Violation if the protocol forbids the write."""
         view = self.view
         at = view.epoch.record if view.epoch is not None else None
         state = view.status.record.state if view.status is not None else JobStatus.RUNNING

@@ -459,7 +459,7 @@ async def _wait_until_ended(world: World, faults: Faults, *, collects: bool) -> 
 
 async def _wait_for_outcome(world: World, faults: Faults) -> str:
     """Waits for the job's end, and checks its result. Returns how it ended, as `Outcome.ended`. Raises Violation."""
-    status = asyncio.ensure_future(world.status())
+    status = asyncio.ensure_future(world.final_status())
     waiting: list[asyncio.Future[Any]] = [status]
     try:
         record = await _wait_for(status, world, faults, "it hangs")

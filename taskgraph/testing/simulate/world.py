@@ -399,7 +399,7 @@ class World:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    async def status(self) -> StatusRecord:
+    async def final_status(self) -> StatusRecord:
         """Waits until the job has ended. Returns its status."""
         while True:
             view = self.invariants.view

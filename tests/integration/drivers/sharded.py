@@ -18,7 +18,7 @@ class Counts:
     def __init__(self) -> None:
         self.found: Counter[tuple[int, int]] = Counter()
 
-    def take(self, ticket: Any, *, counts: bool) -> Any:
+    def end_piece(self, ticket: Any, *, counts: bool) -> Any:
         return ticket.piece if counts else None
 
     def apply_effects(self, ticket: Any, effects: Any) -> None:

@@ -21,7 +21,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pause_s
 from taskgraph.coordination.etcd.convert import event, has_writes, key_value, range_of, txn_request
-from taskgraph.coordination.etcd.failures import FailureKind, judge, refusal
+from taskgraph.coordination.etcd.failures import FailureKind, classify_failure, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease, RenewalSchedule
 from taskgraph.coordination.etcd.login import Login
 from taskgraph.coordination.etcd.methods import STATUS
@@ -395,7 +395,7 @@ def test_key_that_is_no_utf_8() -> None:
     ],
 )
 def test_verdict_on_a_failed_call(code, details: str, verdict) -> None:
-    assert judge(code, details) is verdict
+    assert classify_failure(code, details) is verdict
 
 
 def test_refusals_have_kinds() -> None:
@@ -440,7 +440,7 @@ async def test_failed_endpoint_is_left_once() -> None:
     connection = Connection(EtcdOptions.make("a:1,b:1"))
     a, b = connection.options.endpoints
     for failed, then in ((a, b), (a, b), (b, a), (b, a)):
-        connection.leave(failed)
+        connection.move_from(failed)
         assert connection.endpoint == then
     await connection.close()
 
@@ -452,7 +452,7 @@ async def test_channels_with_former_tls_files_are_closed(monkeypatch: pytest.Mon
     connection = Connection(EtcdOptions.make("https://127.0.0.1:1", timeout_s=0.05))
     for _ in range(3):
         former.append(connection._channels[connection.endpoint])
-        connection.leave(connection.endpoint)
+        connection.move_from(connection.endpoint)
     assert list(connection._former_channels) == former, "calls may still use them"
     await asyncio.sleep(0.11)
     with pytest.raises(Unavailable):

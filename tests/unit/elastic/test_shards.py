@@ -20,7 +20,7 @@ class Counts:
     def __init__(self) -> None:
         self.found: Counter[tuple[int, int]] = Counter()
 
-    def take(self, ticket: Ticket, *, counts: bool) -> Any:
+    def end_piece(self, ticket: Ticket, *, counts: bool) -> Any:
         return f"of {ticket.piece}" if counts else None
 
     def apply_effects(self, ticket: Ticket, effects: Any) -> None:

@@ -40,7 +40,7 @@ def test_wait_is_split_where_the_awaited_workers_change() -> None:
     trace = WorkerTrace(tracing)
     tracing.start()
     for what in ("parts of n2, n3", "parts of n2, n3", "parts of n3", "", ""):
-        trace.note_wait(what)
+        trace.begin_wait_span(what)
     assert [span[1] for span in spans_of(tracing)] == ["waits for parts of n2, n3", "waits for parts of n3"]
 
 

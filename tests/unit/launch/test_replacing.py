@@ -178,7 +178,7 @@ async def test_ending_launcher_replaces_no_node(tmp_path: Path, monkeypatch: pyt
     async with launched(tmp_path, 2, "exit 9", "read said; exit 9") as nodes:
         await until(lambda: bool(nodes._replacing))
         waiting = asyncio.ensure_future(nodes.wait(None))
-        await nodes.leave(10.0)
+        await nodes.drain_or_kill(10.0)
         await asyncio.wait_for(waiting, 30)
         assert nodes.codes() == {"n1": 9, "n2": 9} and len(nodes.configs) == 2
 

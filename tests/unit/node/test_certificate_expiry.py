@@ -31,7 +31,7 @@ class Told:
     def check(self, at_s: float) -> list[str]:
         """The events at that time, in seconds after the certificate became valid."""
         before, self.at_s = len(self.events.recent()), at_s
-        self.next_s = self._expiring.check()
+        self.next_s = self._expiring.warn_if_due()
         found = self.events.recent()[before:]
         assert {event.kind for event in found} <= {"certificate"}
         return [event.text for event in found]

@@ -109,10 +109,10 @@ class Checks:
 
     def _watch_engine(self, node: ElasticNode, engine: Engine) -> None:
         """Notes each total that the engine keeps, and checks each that it calls stable."""
-        hold, stable = engine.totals.hold, engine._stable
+        keep, stable = engine.totals.keep, engine._stable
 
         def held(position: int, total: Total) -> None:
-            hold(position, total)
+            keep(position, total)
             self._note_total(node, position, total.sums())
 
         def called_stable(position: int) -> None:
@@ -120,7 +120,7 @@ class Checks:
                 self._check_stable(node, position)
             stable(position)
 
-        engine.totals.hold = held  # type: ignore[method-assign]
+        engine.totals.keep = held  # type: ignore[method-assign]
         engine._stable = called_stable
 
     def _watch_reports(self, node: ElasticNode) -> None:

@@ -68,9 +68,9 @@ _OVERTAKEN_BY = {"sending view": ("view", "view", "gone", "register"), "sending 
 
 def draw(rng: random.Random) -> list[Fault]:
     """Draws the faults of a seed."""
-    faults = [_draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 2, 3, 4, 5, 7, 10)))]
+    faults = [_draw_chain(rng, follows=False) for _ in range(rng.choice((0, 1, 2, 3, 4, 5, 7, 10)))]
     for _ in range(rng.choice((0, 0, 1, 2, 3))):
-        faults.append(_draw_one(rng, follows=False))
+        faults.append(_draw_chain(rng, follows=False))
         faults[-1].kind = "join"
     if rng.random() < 0.6:
         faults += rng.choice((_death_in_flush, _excluded_alive, _donor_that_dies, _heard_by_some, _heard_by_some))(rng)
@@ -81,7 +81,7 @@ def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
     """Draws faults of a seed whose job has checkpoints."""
     faults = []
     for _ in range(rng.choice((0, 1, 2, 3))):
-        fault = _draw_one(rng, follows=True)
+        fault = _draw_chain(rng, follows=True)
         fault.kind = rng.choice(("massacre", "massacre", "place slow", "place full", "crash", "freeze", "etcd cut"))
         fault.moment, fault.count = rng.choice(_CHECKPOINT_MOMENTS), rng.choice((1, 1, 2, 3))
         faults.append(fault)
@@ -90,7 +90,7 @@ def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
 
 def _death_in_flush(rng: random.Random) -> list[Fault]:
     """Draws a change of the view, and a worker that dies or stands still during the flush that follows."""
-    first, then = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
+    first, then = _draw_chain(rng, follows=True), _draw_chain(rng, follows=True)
     first.kind, first.at_s = rng.choice(("crash", "join", "drain")), rng.choice((0.1, 0.5, 2.0)) * rng.random()
     first.gone_s, first.then = 0.0, None
     then.kind, then.moment = rng.choice(("crash", "crash", "freeze", "isolation")), rng.choice(_FLUSH_MOMENTS)
@@ -101,11 +101,11 @@ def _death_in_flush(rng: random.Random) -> list[Fault]:
 
 def _excluded_alive(rng: random.Random) -> list[Fault]:
     """Draws a worker that is excluded from the view while it lives, and learns of that late."""
-    fault = _draw_one(rng, follows=True)
+    fault = _draw_chain(rng, follows=True)
     fault.kind, fault.moment = rng.choice(("freeze", "isolation", "etcd cut", "called gone")), "message PartSums"
     fault.count, fault.lasts_s = rng.choice((1, 2, 5, 9, 15)), rng.choice((2.2, 3.0, 4.5, 6.0))
     if rng.random() < 0.5:
-        fault.then = _draw_one(rng, follows=True)
+        fault.then = _draw_chain(rng, follows=True)
         fault.then.kind, fault.then.target = rng.choice(("watch stall", "cut one way", "etcd slow answers")), "who"
         fault.then.at_s, fault.then.lasts_s = 0.0, 6.0
     return [fault]
@@ -113,10 +113,10 @@ def _excluded_alive(rng: random.Random) -> list[Fault]:
 
 def _death_of_all_but_newcomers(rng: random.Random) -> list[Fault]:
     """Draws newcomers, and the death of all workers while the newcomers copy the state, follow totals, or enter."""
-    joins = [_draw_one(rng, follows=True) for _ in range(rng.choice((1, 2)))]
+    joins = [_draw_chain(rng, follows=True) for _ in range(rng.choice((1, 2)))]
     for join in joins:
         join.kind, join.at_s, join.then = "join", rng.choice((0.1, 0.5, 2.0)) * rng.random(), None
-    dies = _draw_one(rng, follows=True)
+    dies = _draw_chain(rng, follows=True)
     dies.kind, dies.gone_s, dies.then = "massacre", rng.choice((0.0, 0.01, 0.3)), None
     dies.moment, dies.count = rng.choice((*_JOIN_MOMENTS, "message PartSums")), rng.choice((1, 2, 3, 5, 9, 20, 40))
     return [*joins, dies]
@@ -124,7 +124,7 @@ def _death_of_all_but_newcomers(rng: random.Random) -> list[Fault]:
 
 def _heard_by_some(rng: random.Random) -> list[Fault]:
     """Draws a worker whose messages reach only some of the others, and that then dies, freezes or is excluded."""
-    cut, then = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
+    cut, then = _draw_chain(rng, follows=True), _draw_chain(rng, follows=True)
     cut.kind, cut.target, cut.to_peer = "cut one way", "who", rng.random() < 0.5
     cut.moment = rng.choice(("sending PartSums", "message PartSums", "answer PartSums", "sending HoldsTotals"))
     cut.count, cut.lasts_s = rng.choice((1, 2, 3, 5, 9, 15)), rng.choice((0.1, 1.0, 4.0))
@@ -136,7 +136,7 @@ def _heard_by_some(rng: random.Random) -> list[Fault]:
 
 def _donor_that_dies(rng: random.Random) -> list[Fault]:
     """Draws a newcomer, and a node that dies while the newcomer copies the state, follows totals, or enters."""
-    first, then = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
+    first, then = _draw_chain(rng, follows=True), _draw_chain(rng, follows=True)
     first.kind, first.at_s, first.then = "join", rng.choice((0.1, 0.5, 2.0)) * rng.random(), None
     then.kind, then.gone_s = "crash", rng.choice((0.0, 0.01, 0.3))
     then.moment = rng.choice(_JOIN_MOMENTS)
@@ -144,7 +144,7 @@ def _donor_that_dies(rng: random.Random) -> list[Fault]:
     return [first, then]
 
 
-def _draw_one(rng: random.Random, *, follows: bool) -> Fault:
+def _draw_chain(rng: random.Random, *, follows: bool) -> Fault:
     """Draws one fault, and perhaps others that follow it. `follows`: it follows another one, so it has no moment."""
     fault = Fault(
         kind=rng.choices(list(KINDS), list(KINDS.values()))[0],
@@ -158,7 +158,7 @@ def _draw_one(rng: random.Random, *, follows: bool) -> Fault:
         to_peer=rng.random() < 0.3,
     )
     if rng.random() < 0.35:
-        fault.then = _draw_one(rng, follows=True)
+        fault.then = _draw_chain(rng, follows=True)
         fault.then.at_s = rng.choice((0.0, 0.001, 0.01, 0.1, 1.0)) * rng.random()
     if fault.kind == "etcd slow request" and not follows:
         fault.target, fault.moment = "who", rng.choice(list(_OVERTAKEN_BY))

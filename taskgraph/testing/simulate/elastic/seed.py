@@ -147,7 +147,7 @@ async def _wait_for_right_end(world: ElasticWorld) -> str:
     Raises:
         Violation: the job failed for no reason, or its result is wrong.
     """
-    status = await world.status()
+    status = await world.final_status()
     if status is None:
         return "all gone"
     if status.state == JobStatus.FINISHED:

@@ -264,7 +264,7 @@ class ElasticWorld:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    async def status(self) -> StatusRecord | None:
+    async def final_status(self) -> StatusRecord | None:
         """Waits until the job has ended, and returns its status; None if all its processes have ended."""
         while self.existing():
             known = self.view.status
