@@ -23,7 +23,7 @@ from taskgraph.collectives.ports import To
 from taskgraph.device.api import Device
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.compose import Composition, Wrapper, is_text
+from taskgraph.graph.compose import Composition, ComputeWrapper, is_text
 from taskgraph.graph.reported import plain_numbers
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
@@ -169,7 +169,7 @@ class Work(Protocol):
         """Runs code of the framework in a thread, beside the event loop."""
 
     def run_beside(self, where: str, function: Callable[[], Any]) -> asyncio.Task[None]:
-        """Starts a call of user code beside other code of the task: in a thread unless it is an `async def`."""
+        """Starts a call of user code that does not take the task's turn: in a thread, or an `async def` on the loop."""
 
     def go_on_without(self, call: asyncio.Task[None]) -> None:
         """Lets the epoch end without a call of `run_beside`, which is one of `late_calls` until it ends."""
@@ -306,7 +306,7 @@ class Epoch(Collectives):
         outbound: Mapping[str, To] | None,
         name: str | None,
         parallel: bool,
-        wrapper: Wrapper | None = None,
+        wrapper: ComputeWrapper | None = None,
     ) -> None:
         """Adds a processor to the graph. Reuses the one of an earlier epoch if that was declared alike."""
         before = composition.before

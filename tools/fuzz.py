@@ -72,7 +72,7 @@ def _frames() -> tuple[Target, list[bytes]]:
             return
         stranger, piece = bool(data[0] & 1), (data[0] >> 1) * 8 + 1
 
-        def on_open(head: Head, sizes: tuple[int, ...], header: bytes) -> IncomingMessage | None:
+        def on_message_begin(head: Head, sizes: tuple[int, ...], header: bytes) -> IncomingMessage | None:
             if stranger:
                 raise DecodeError("before the hello")
             message = wire.from_header(header)
@@ -92,7 +92,7 @@ def _frames() -> tuple[Target, list[bytes]]:
 
         reader = FrameReader(
             HELLO_LIMITS if stranger else open_limits,
-            on_open=on_open,
+            on_message_begin=on_message_begin,
             on_complete=on_complete,
             on_whole=on_whole,
             on_control=lambda head, header: None,

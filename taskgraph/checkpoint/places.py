@@ -62,7 +62,7 @@ class Place(Protocol):
     def names(self, path: str) -> list[str]:
         """Lists a directory, sorted; a missing one is empty."""
 
-    def sizes(self, path: str) -> dict[str, int | None]:
+    def file_sizes(self, path: str) -> dict[str, int | None]:
         """Lists a directory: name -> size in bytes, or None if the place does not know it; a missing one is empty."""
 
     def remove(self, path: str) -> None:
@@ -213,7 +213,7 @@ class Directory:
         except FileNotFoundError:
             return []
 
-    def sizes(self, path: str) -> dict[str, int | None]:
+    def file_sizes(self, path: str) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
         for name in self.names(path):
             with contextlib.suppress(FileNotFoundError):  # a temporary file was renamed meanwhile
@@ -299,9 +299,9 @@ class FsspecPlace:
         return memoryview(data)
 
     def names(self, path: str) -> list[str]:
-        return sorted(self.sizes(path))
+        return sorted(self.file_sizes(path))
 
-    def sizes(self, path: str) -> dict[str, int | None]:
+    def file_sizes(self, path: str) -> dict[str, int | None]:
         with _as_os_error(path):
             self._fs.invalidate_cache()
             try:

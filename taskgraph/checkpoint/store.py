@@ -119,7 +119,7 @@ class CheckpointStore:
         Raises:
             OSError: the place cannot be listed.
         """
-        sizes = self._place.sizes(self._path(manifest.name))
+        sizes = self._place.file_sizes(self._path(manifest.name))
         found = []
         for info in manifest.files:
             path = self._file_path(manifest.name, info.task)
@@ -160,10 +160,10 @@ class CheckpointStore:
             OSError: a file cannot be removed.
         """
 
-        def may() -> bool:
+        def may_remove() -> bool:
             return may_go_on() and not self._is_staged(str(name))
 
-        self._remove_files(name, lambda file: not file.startswith("."), may)
+        self._remove_files(name, lambda file: not file.startswith("."), may_remove)
 
     def remove_unfinished(
         self, name: CheckpointName, writes: Callable[[int, str], bool], may_go_on: Callable[[], bool] = lambda: True

@@ -55,7 +55,7 @@ class PlacedJob:
 def make_placed_job(request: Request, on: str, where: Mapping[str, str]) -> PlacedJob:
     """Makes the record of a job from what its launcher's `start` returned, or else from what the user asked for."""
 
-    def decided(prefix: str, names: Sequence[str], otherwise: dict[str, str]) -> dict[str, str]:
+    def given_or(prefix: str, names: Sequence[str], otherwise: dict[str, str]) -> dict[str, str]:
         return {name: where[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in where} or otherwise
 
     return PlacedJob(
@@ -63,9 +63,9 @@ def make_placed_job(request: Request, on: str, where: Mapping[str, str]) -> Plac
         on=on,
         where=dict(where),
         etcd=where.get("etcd", request.etcd),
-        tls=decided("etcd", ("ca", "cert", "key"), request.etcd_access),
+        tls=given_or("etcd", ("ca", "cert", "key"), request.etcd_access),
         token=where.get("token", request.token),
-        node_tls=decided("tls", ("ca", "cert", "key", "name"), request.node_tls),
+        node_tls=given_or("tls", ("ca", "cert", "key", "name"), request.node_tls),
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any, get_args
 
 from taskgraph.collectives.plan import Op, TreePlace, Via, slicing_bytes, tree_place
 from taskgraph.collectives.ports import AttemptPort
-from taskgraph.collectives.steps import AddChildren, AddShares, DropResults, ExchangeSlices, Relay, no_user_code
+from taskgraph.collectives.steps import AddAndJoinSlices, AddChildren, AddShares, DropResults, Relay, no_user_code
 from taskgraph.collectives.values import Put, PutEach, PutPartial, PutShares, PutSlices, Then
 from taskgraph.errors import GraphError
-from taskgraph.graph.compose import RELAY, UNNAMED, Composition, Wrapper, name_of
+from taskgraph.graph.compose import RELAY, UNNAMED, Composition, ComputeWrapper, name_of
 
 __all__ = ["CollectiveDeclaration"]
 
@@ -29,10 +29,10 @@ _put_shares = lru_cache(_KEPT)(PutShares)
 _relay = lru_cache(_KEPT)(Relay)
 _add_children = lru_cache(_KEPT)(AddChildren)
 _add_shares = lru_cache(_KEPT)(AddShares)
-_exchange = lru_cache(_KEPT)(ExchangeSlices)
+_exchange = lru_cache(_KEPT)(AddAndJoinSlices)
 
 
-Declare = Callable[[Value, Mapping[str, Any], Mapping[str, Any], str, bool, Wrapper], None]
+Declare = Callable[[Value, Mapping[str, Any], Mapping[str, Any], str, bool, ComputeWrapper], None]
 """Declares a processor: function, inbound and outbound channels, name, whether it is parallel, wrapper."""
 
 
@@ -85,7 +85,7 @@ class CollectiveDeclaration:
         if large is None:
             self._declare_adding(value, op, at, tag, shared=True)
             self._declare_relay(at, tag)
-            self._declare_then(then, (parent,))
+            self._declare_result(then, (parent,))
             return
         key = f"{self._key}, {op} via {via}"
         slices, sums, down = f"{key}, slices", f"{key}, sums", f"{key}, down"
@@ -93,12 +93,12 @@ class CollectiveDeclaration:
         self._declare_relay(at, down)
         exchange = _exchange(self._what, op, down, parent, slices, sums, members, tag)
         self._declare_internal("exchange", exchange, {down: (parent,), slices: members, sums: members}, {sums: members})
-        self._declare_then(then, (me,))
+        self._declare_result(then, (me,))
 
     def reduce(self, value: Value, then: Value | None, op: Op) -> None:
         self._check_choice("op", op, get_args(Op))
         self._declare_adding(value, op, tree_place(self._members, self._root, self._me), self._tag, shared=False)
-        self._declare_then(then, (self._me,) if self._is_root else ())
+        self._declare_result(then, (self._me,) if self._is_root else ())
 
     def broadcast(self, value: Value, then: Value | None) -> None:
         at = tree_place(self._members, self._root, self._me)
@@ -107,22 +107,22 @@ class CollectiveDeclaration:
         else:
             self._declare_drop()
             self._declare_relay(at, self._tag)
-        self._declare_then(then, (self._me if at.parent is None else at.parent,))
+        self._declare_result(then, (self._me if at.parent is None else at.parent,))
 
     def gather(self, value: Value, then: Value | None) -> None:
         self._declare_value(value, _put(self._tag), {self._tag: (self._root,)})
-        self._declare_then(then, self._members if self._is_root else ())
+        self._declare_result(then, self._members if self._is_root else ())
 
     def allgather(self, value: Value, then: Value | None) -> None:
         self._declare_value(value, _put(self._tag), {self._tag: self._members})
-        self._declare_then(then, self._members)
+        self._declare_result(then, self._members)
 
     def scatter(self, value: Value, then: Value | None) -> None:
         if self._is_root:
             self._declare_value(value, _put_each(self._tag, self._members), {self._tag: self._members})
         else:
             self._declare_drop()
-        self._declare_then(then, (self._root,))
+        self._declare_result(then, (self._root,))
 
     def reduce_scatter(self, value: Value, then: Value | None, op: Op) -> None:
         self._check_choice("op", op, get_args(Op))
@@ -130,7 +130,7 @@ class CollectiveDeclaration:
         self._declare_value(value, _put_shares(self._what, op, shares, members), {shares: members})
         add = _add_shares(self._what, op, shares, members, self._tag)
         self._declare_internal("add", add, {shares: members}, {self._tag: (self._me,)})
-        self._declare_then(then, (self._me,))
+        self._declare_result(then, (self._me,))
 
     # -- processors -------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class CollectiveDeclaration:
         if at.parent is not None and at.children:
             self._declare_internal(RELAY, _relay(tag, at.parent), {tag: (at.parent,)}, {tag: _child_tasks(at)})
 
-    def _declare_value(self, value: Value, wrapper: Wrapper, outbound: Mapping[str, Any]) -> None:
+    def _declare_value(self, value: Value, wrapper: ComputeWrapper, outbound: Mapping[str, Any]) -> None:
         self._declare(value, self._inbound, outbound, self._processor_name(value, "value"), False, wrapper)
 
     def _processor_name(self, function: Value, of_lambda: str) -> str:
@@ -178,12 +178,12 @@ class CollectiveDeclaration:
         return f"{self._tag}: {of_lambda if name == UNNAMED else name}"
 
     def _declare_internal(
-        self, name: str, wrapper: Wrapper, inbound: Mapping[str, Any], outbound: Mapping[str, Any]
+        self, name: str, wrapper: ComputeWrapper, inbound: Mapping[str, Any], outbound: Mapping[str, Any]
     ) -> None:
         self._declare(no_user_code, inbound, outbound, f"{self._tag} ({name})", True, wrapper)
 
-    def _declare_then(self, then: Value | None, producers: tuple[int, ...]) -> None:
-        """Declares `then`, and notes which tasks (`producers`) send this one the result; (): it gets no result."""
+    def _declare_result(self, then: Value | None, producers: tuple[int, ...]) -> None:
+        """Notes which tasks (`producers`) send this one the result; declares `then`, unless either is empty."""
         self._composition.results[self._tag] = producers
         if then is not None and producers:
             self._declare(then, {self._tag: producers}, {}, self._processor_name(then, "then"), False, _then)

@@ -18,7 +18,7 @@ from taskgraph.graph.compose import DerivedChannel
 from taskgraph.graph.values import encode
 from taskgraph.protocol.frozen import frozen
 
-__all__ = ["AddChildren", "AddShares", "DropResults", "ExchangeSlices", "Relay", "no_user_code"]
+__all__ = ["AddAndJoinSlices", "AddChildren", "AddShares", "DropResults", "Relay", "no_user_code"]
 
 
 def no_user_code() -> None:
@@ -146,8 +146,8 @@ _SLICED: Final = encode(None)
 
 
 @frozen
-class ExchangeSlices(_Internal):
-    """Exchanges slices of large values. Runs only in epochs in which the values are large.
+class AddAndJoinSlices(_Internal):
+    """Adds up one slice of all members' large values, and joins all sums. Runs only in epochs with large values.
 
     Attributes:
         what: names the collective.
@@ -174,13 +174,13 @@ class ExchangeSlices(_Internal):
         return DerivedChannel(self.to, (self.down, self.parent), _SLICED.digest)
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        async def compute(epoch: Any, ins: InputsPort, outs: OutputsPort) -> None:
+        async def add_and_join(epoch: Any, ins: InputsPort, outs: OutputsPort) -> None:
             await ins.fetch(self.slices)
             await outs.work.run_in_thread(partial(self._add, ins, outs))
             await ins.fetch(self.sums)
             await outs.work.run_in_thread(partial(self._join, ins, outs))
 
-        return _mark_internal(compute)
+        return _mark_internal(add_and_join)
 
     def _add(self, ins: InputsPort, outs: OutputsPort) -> None:
         """Adds up the slices for this task that all members sent, and puts the sum to all members."""

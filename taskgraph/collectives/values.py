@@ -1,6 +1,6 @@
 """User code of a collective, made a processor: `value(epoch, ins)`, whose value is put, and `then(epoch, ins)`.
 
-Wrappers are compared from epoch to epoch (`graph.compose.Wrapper`), so they have names and task ids only.
+Wrappers are compared from epoch to epoch (`graph.compose.ComputeWrapper`), so they have names and task ids only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def describe_place(work: AttemptPort, what: str) -> str:
 
 
 class EveryEpoch:
-    """A `graph.compose.Wrapper` of processors that run in every epoch, and then use all their channels."""
+    """A `graph.compose.ComputeWrapper` of processors that run in every epoch, and then use all their channels."""
 
     __slots__ = ()
 

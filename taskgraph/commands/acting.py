@@ -273,19 +273,21 @@ def _contradiction(
 ) -> str:
     """Returns why the named node does not have the named role for the task, and which nodes have it."""
 
-    def called(one: str) -> str:
-        return view.nodes[one].record.name if one in view.nodes else name_of(one)
+    def shown_name(holder: str) -> str:
+        return view.nodes[holder].record.name if holder in view.nodes else name_of(holder)
 
     what = "a backup in sync" if options.backup else "the primary"
-    holders = f"its primary is {called(primary)}" if primary is not None else "it has no primary at the moment"
-    in_sync = f"its backups in sync are {', '.join(map(called, backups))}" if backups else "it has no backup in sync"
+    holders = f"its primary is {shown_name(primary)}" if primary is not None else "it has no primary at the moment"
+    in_sync = (
+        f"its backups in sync are {', '.join(map(shown_name, backups))}" if backups else "it has no backup in sync"
+    )
     if options.backup or node not in backups:
         instead = "give --node alone to signal this node in any case"
     else:
         instead = "add --backup"
     return (
-        f"--task {options.task} and --node {options.node} contradict each other: {called(node)} is not {what} of task "
-        f"{options.task}: {holders}, {in_sync}; {instead}"
+        f"--task {options.task} and --node {options.node} contradict each other: {shown_name(node)} is not {what} of "
+        f"task {options.task}: {holders}, {in_sync}; {instead}"
     )
 
 

@@ -75,7 +75,7 @@ def _workers(view: JobView) -> list[str]:
 
 
 class _Chaos:
-    """Causes faults on one job, one at a time."""
+    """Causes faults on this host's nodes of one job, and prints its events."""
 
     def __init__(
         self, reached: FoundJob, rng: random.Random, kinds: tuple[str, ...], *, mtbf_s: float, lossy: bool

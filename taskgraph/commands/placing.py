@@ -172,7 +172,7 @@ async def stop(options: argparse.Namespace) -> str:
 
 
 async def may_remove(options: argparse.Namespace) -> bool:
-    """Returns False for a job that has not ended and whose etcd is reachable only within its cluster (`Enclosed`)."""
+    """Returns False, to keep what was made for the job, if its launcher is `Enclosed` and does not say it has ended."""
     place = place_of(options)
     return not isinstance(place.launcher, Enclosed) or await place.launcher.has_ended(place.job, place.where)
 

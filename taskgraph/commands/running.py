@@ -24,7 +24,7 @@ from taskgraph.commands.common import (
 from taskgraph.commands.drivers import job_of
 from taskgraph.errors import CheckpointError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
-from taskgraph.launch.access import Access
+from taskgraph.launch.access import AccessOptions
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.kept import status_of
 from taskgraph.launch.local import LocalNodes
@@ -32,7 +32,7 @@ from taskgraph.launch.logs import has_user_lines, showing_task_logs
 from taskgraph.launch.run import arun
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.shown import JobProgress
-from taskgraph.launch.supervise import Hooks
+from taskgraph.launch.supervise import FrontEndHooks
 from taskgraph.network.listening import Listening
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import counted, ended_status_json
@@ -106,8 +106,8 @@ class _Run:
                 resume=options.resume,
                 fresh=options.fresh,
                 timeout_s=options.timeout,
-                hooks=Hooks(self._on_event, self._on_start),
-                access=Access(
+                hooks=FrontEndHooks(self._on_event, self._on_start),
+                access=AccessOptions(
                     etcd=access_of(options),
                     nodes=node_tls_of(options),
                     listening=listening,

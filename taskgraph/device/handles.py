@@ -47,7 +47,7 @@ _BUSY_S: Final = 0.01
 """Pause while too many clients wait for a server."""
 
 
-class _Server:
+class _DescriptorServer:
     """The descriptors that this process offers; listens from the first offer on.
 
     Attributes:
@@ -142,12 +142,12 @@ class _Server:
         client.send(_GONE, socket.MSG_NOSIGNAL)
 
 
-_server = _Server()
+_server = _DescriptorServer()
 
 
 def _after_fork() -> None:
     global _server
-    inherited, _server = _server, _Server()
+    inherited, _server = _server, _DescriptorServer()
     _close_all(inherited.forget())
 
 

@@ -131,7 +131,7 @@ class Contributions:
         """Keeps the sum of the slice that another worker has added up, unless it is of an old view or position."""
         if message.view >= self._core.number and message.position >= self._core.position:
             [sums] = decode_sums(message.value)
-            self._slices.put(message.view, message.position, worker, sums)
+            self._slices.put_sum(message.view, message.position, worker, sums)
 
     def _send_slice(self, view: int, message: SliceSum) -> None:
         """Sends the sum of this worker's slice to all others."""

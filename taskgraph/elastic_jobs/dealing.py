@@ -1,6 +1,6 @@
 """The rounds by which workers deal pieces among themselves: a coroutine on the event loop, beside user code's thread.
 
-    a reason, or another worker has begun ──► contribute the news (`tally.News`) ──► the total ──► apply it (`Tally`)
+    a reason, or another worker has begun ──► contribute the `tally.WorkerNews` ───► the total ──► apply it (`Tally`)
          ▲                                                                                             │
          └───────────────────── pause ◄── pieces to user code (`PieceQueue`) ◄───────────────────────────────┘
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from taskgraph.elastic_jobs.adding import Merging, chain_digest
 from taskgraph.elastic_jobs.piece_queue import FinishedPiece, PieceQueue
 from taskgraph.elastic_jobs.state import capture
-from taskgraph.elastic_jobs.tally import News, RoundOutcome, Tally, holder_of, share_of_round
+from taskgraph.elastic_jobs.tally import RoundOutcome, Tally, WorkerNews, holder_of, share_of_round
 from taskgraph.errors import StepError
 from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import decode, encode
@@ -196,7 +196,7 @@ class Dealing:
             engine.take_finished_parts(position, slots, tag, finished)
 
     def _contribution(self, engine: Engine) -> dict[str, Any]:
-        """Returns this worker's `News` as a value: finished pieces, pieces to give back, how many more it wants."""
+        """Returns this worker's `WorkerNews` as a value: pieces finished or to give back, how many more it wants."""
         view, me, now = engine.core.view, engine.core.me, asyncio.get_running_loop().time()
         assert view is not None
         holders = tuple(holder_of(name_of(entry.worker), entry.since) for entry in view.entries)
@@ -224,7 +224,7 @@ class Dealing:
     def _apply(self, total: Sums) -> None:
         """Counts the pieces in a round's total, and queues those dealt to this worker. Raises what fails the job."""
         mine = self._news.holder
-        news = [News.of(decode(value)) for value in total.collected.values()]
+        news = [WorkerNews.of(decode(value)) for value in total.collected.values()]
         for each in news:
             if each.holder == mine:
                 self._news.confirm(each)
@@ -313,9 +313,9 @@ class _UnconfirmedNews:
         """How many finished or failed pieces are in no total yet."""
         return len(self._finished)
 
-    def news(self, most: int) -> News:
+    def news(self, most: int) -> WorkerNews:
         """Returns the news for the next round: all that is in no total yet, but at most `most` finished pieces."""
-        news = News(self.holder, back=list(self.back))
+        news = WorkerNews(self.holder, back=list(self.back))
         for ticket, each in self._finished.items():
             if each.error:
                 news.failed.append((ticket, each.error))
@@ -327,7 +327,7 @@ class _UnconfirmedNews:
             news.done.append((ticket, each.rows))
         return news
 
-    def confirm(self, news: News) -> None:
+    def confirm(self, news: WorkerNews) -> None:
         """Drops what these news of this worker have, since they are in a total now."""
         for ticket, _ in (*news.done, *news.failed):
             self._finished.pop(ticket, None)

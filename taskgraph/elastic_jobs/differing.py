@@ -20,7 +20,7 @@ from taskgraph.protocol.records import name_of
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
-__all__ = ["Differences", "digests_of_arguments", "error_of_wrong_call", "is_checked"]
+__all__ = ["DifferingWorkers", "digests_of_arguments", "error_of_wrong_call", "is_checked"]
 
 _AGAIN = 20
 """Workers that differ again within this many sums or steps, since one of them has entered anew, differ for a lasting
@@ -46,7 +46,7 @@ def is_checked(step: int) -> bool:
     return step < _FIRST or step % _EVERY == 0
 
 
-class Differences:
+class DifferingWorkers:
     """Excludes workers that differ from most others.
 
     Args:

@@ -125,7 +125,7 @@ class Gradients:
         if kind == "gradients" and not total["weight"]:
             raise StepError("the weights of part.backward are 0 in all parts, and have no mean: give one part a weight")
         gradients: dict[str, NDArray[Any]] = total[kind]
-        mean = _Mean(gradients.values(), total["weight"] if kind == "gradients" else None, self._allocate)
+        mean = _MeanGradients(gradients.values(), total["weight"] if kind == "gradients" else None, self._allocate)
         for name, gradient in gradients.items():
             parameter = self.parameters.get(name)
             if parameter is None or parameter.shape != gradient.shape:
@@ -137,7 +137,7 @@ class Gradients:
                 parameter.grad = mean.of(gradient).to(parameter.device, parameter.dtype)
 
 
-class _Mean:
+class _MeanGradients:
     """Tensors of the mean gradients, in one array for each dtype.
 
     Args:

@@ -13,7 +13,7 @@ from taskgraph.elastic_jobs.contributions import Contributions
 from taskgraph.graph.sums import decode_sums
 from taskgraph.protocol.elastic.flush import FlushReport
 from taskgraph.protocol.elastic.tree import Span
-from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.views import View, ViewEntry
 from taskgraph.protocol.elastic.worker import Phase, Worker
 from taskgraph.protocol.messages import (
     Call,
@@ -72,7 +72,7 @@ class Inbox:
         core = self._core
         match message:
             case WorkerReport():
-                view = View(message.number, message.lineage, tuple(Entry(*entry) for entry in message.workers))
+                view = View(message.number, message.lineage, tuple(ViewEntry(*entry) for entry in message.workers))
                 held = tuple(Span(*span) for span in message.held)
                 return core.receive_report(
                     worker, view, FlushReport(message.position, message.whole, held, message.begun)

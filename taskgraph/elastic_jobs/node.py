@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from taskgraph.checkpoint.places import Place
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
-from taskgraph.elastic_jobs.differing import Differences
+from taskgraph.elastic_jobs.differing import DifferingWorkers
 from taskgraph.elastic_jobs.engine import Engine
 from taskgraph.elastic_jobs.interface import WorkerNode
 from taskgraph.elastic_jobs.leaving import Leaving
@@ -66,7 +66,7 @@ class ElasticNode(WorkerNode):
         )
         self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.suspicion.update)
         self.silence = Silence(self, self.suspicion.detector, self.look_again)
-        self.differences = Differences(self, self.look_again)
+        self.differences = DifferingWorkers(self, self.look_again)
         self.views = ViewChanger(self, self.differences, self.checkpoints, self._group_failed_in)
         self.reports = StableReports(self._emit_numbers)
         self.values = ValueComparison(self)
@@ -184,7 +184,7 @@ class ElasticNode(WorkerNode):
                     await self._fail(error)
                     return
             else:
-                if await self._finish_job(call):
+                if await self._try_to_finish_job(call):
                     return
 
     def _call_function(self, call: UserCall) -> tuple[Encoded, int]:
@@ -232,7 +232,7 @@ class ElasticNode(WorkerNode):
         """Returns the comparison that fails a transaction if this node's key in etcd has changed."""
         return Compare(self.keeper.view.keys.node(self.id), self.node_revision)
 
-    async def _finish_job(self, call: UserCall) -> bool:
+    async def _try_to_finish_job(self, call: UserCall) -> bool:
         """Ends the job once all workers hold the last total. Returns True if the job has ended; False: this worker has
         begun anew, and calls the function again.
         """

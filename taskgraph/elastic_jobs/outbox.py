@@ -31,7 +31,7 @@ from taskgraph.protocol.records import name_of
 from taskgraph.transport.api import CallFuture
 
 if TYPE_CHECKING:
-    from taskgraph.elastic_jobs.tracing import Mark, WorkerTrace
+    from taskgraph.elastic_jobs.tracing import SpanStart, WorkerTrace
     from taskgraph.node.core import NodeCore
     from taskgraph.protocol.elastic.worker import Worker
 
@@ -53,7 +53,7 @@ class _QueuedMessage(NamedTuple):
 
     view: int
     message: Call
-    mark: Mark | None
+    mark: SpanStart | None
 
 
 class _SentMessage(NamedTuple):

@@ -179,7 +179,7 @@ class Part:
         self._data = data
         self._read: Any = None
         self._added: dict[str, Any] = {}
-        self._trained: _Backward | None = None
+        self._trained: _LossAndGradients | None = None
 
     def seed_generators(self) -> None:
         """Seeds the generators for this part and round."""
@@ -267,7 +267,7 @@ class Part:
             )
         self.calls += 1
         if self._trained is None:
-            self._trained = _Backward(counted, reduce)
+            self._trained = _LossAndGradients(counted, reduce)
         self._trained.take(float(loss.detach()), taken)
 
     def _check_open(self, method: str) -> None:
@@ -312,7 +312,7 @@ class Part:
         return encode(whole, what=f"part.collect of part {self.number}")
 
 
-class _Backward:
+class _LossAndGradients:
     """The loss and the gradients that `part.backward` took, summed over its calls in one part."""
 
     def __init__(self, weight: float, reduce: str) -> None:

@@ -36,7 +36,7 @@ class FinishedPiece(NamedTuple):
 
     Attributes:
         rows: the number of its rows.
-        effects: what `PieceEffects.take` returned for it, which counts with the piece.
+        effects: what `PieceEffects.end_piece` returned for it, which counts with the piece.
         error: the traceback of an error of user code; "": there was none.
     """
 

@@ -24,7 +24,7 @@ _SIGNED: Final = {"u1": "i1", "u2": "i2", "u4": "i4", "u8": "i8"}
 _PARTS_OF_COMPLEX: Final = {"c8": "f4", "c16": "f8"}
 
 
-class Keys(Protocol):
+class ViewKeys(Protocol):
     """Keys that the workers of a view share, by which their processes find each other."""
 
     def set(self, key: str, value: bytes) -> None: ...
@@ -35,7 +35,7 @@ class Keys(Protocol):
 class _Store(dist.Store):  # type: ignore[misc]  # PyTorch is checked as untyped
     """The keys of a view as a `Store` of PyTorch."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: ViewKeys) -> None:
         super().__init__()
         self._keys = keys
 
@@ -54,7 +54,7 @@ class _Store(dist.Store):  # type: ignore[misc]  # PyTorch is checked as untyped
         return all(map(self._keys.has, keys))
 
 
-def make_group(backend: str, keys: Keys, rank: int, size: int, host: str) -> Any:
+def make_group(backend: str, keys: ViewKeys, rank: int, size: int, host: str) -> Any:
     """Makes the process group of a view. It blocks until all of its workers do so.
 
     Args:

@@ -106,11 +106,11 @@ class Run:
     def group(self) -> Group:
         """Begins a turn of a loop that has no steps and parts. Returns the workers that it works with.
 
-        Call it at the top of each turn, in place of `run.steps`: newcomers and checkpoints get the state here. The
-        group's members change only after an operation has raised `ViewChanged`.
+        Call it at the top of each turn, in place of `run.steps`: the state is copied here for newcomers and
+        checkpoints. Members enter or leave the group only after one of its operations has raised `ViewChanged`.
 
         Raises:
-            StepError: the job has called `run.steps`.
+            StepError: the job has called `run.steps` or `run.shards`.
         """
         if self._turns is None:
             self._check_only_loop("run.group()")

@@ -19,7 +19,7 @@ from taskgraph.elastic_jobs.progress import PIECE, SUMMED, RunProgress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import capture, check_parameters
 from taskgraph.elastic_jobs.tables import Pushes, Tables
-from taskgraph.elastic_jobs.tally import Failure, Tally, worker_of
+from taskgraph.elastic_jobs.tally import PieceFailedTooOften, Tally, worker_of
 from taskgraph.errors import PieceFailed, StepError
 from taskgraph.graph.values import decode
 from taskgraph.node.usercode.errors import UserCodeError
@@ -80,7 +80,7 @@ class Pieces:
         self._dealing.begin(decode(kept)["state"])
 
     def next(self) -> Ticket | None:
-        """Waits for the next piece, which is at work then. None: all pieces are done, or set aside.
+        """Waits for the next piece, which is at work then. None: all passes are over, on all workers.
 
         Raises:
             PieceFailed: a piece raised too often, and that fails the job.
@@ -88,7 +88,7 @@ class Pieces:
         progress = self.run.progress
         try:
             self.at_work = ticket = self._dealing.queue.next()
-        except Failure as failure:
+        except PieceFailedTooOften as failure:
             raise self._piece_failed(failure) from None
         if ticket is None:
             progress.seed(SUMMED)
@@ -100,7 +100,7 @@ class Pieces:
         seed_generators(derived_seed(progress.node.spec.seed, PIECE, ticket.pass_number, number))
         return ticket
 
-    def _piece_failed(self, failure: Failure) -> PieceFailed:
+    def _piece_failed(self, failure: PieceFailedTooOften) -> PieceFailed:
         """Returns the error for a piece that raised too often, and so fails the job."""
         number = int(self._numbers[failure.piece])
         text = f"piece {number} raised on {failure.worker}, as often as its attempts allow"
@@ -128,7 +128,7 @@ class Pieces:
 
     @property
     def tally(self) -> Tally:
-        """The pieces as all workers know them. It changes on the event loop, until `next` has returned None."""
+        """The pieces as all workers know them: changes on the event loop until `next` returns None, as all are done."""
         return self._dealing.tally
 
 

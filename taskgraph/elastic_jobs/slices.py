@@ -89,10 +89,10 @@ class Slices:
     def _give(self, at: SumTogether, made: tuple[Sums, Encoded]) -> None:
         """Keeps the sum of this worker's slice, and sends it to all others."""
         sums, value = made
-        self.put(at.view, at.position, self._node.id, sums)
+        self.put_sum(at.view, at.position, self._node.id, sums)
         self._send(at.view, SliceSum(at.view, at.position, value))
 
-    def put(self, view: int, position: int, owner: str, sums: Sums) -> None:
+    def put_sum(self, view: int, position: int, owner: str, sums: Sums) -> None:
         """Keeps the sum of a slice, as its owner has added it up."""
         self._found.setdefault((view, position, owner), sums)
 

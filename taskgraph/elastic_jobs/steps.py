@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from taskgraph.elastic_jobs.gradients import Gradients
     from taskgraph.elastic_jobs.run_rows import RunRows
     from taskgraph.elastic_jobs.tables import Tables
-    from taskgraph.elastic_jobs.tracing import Mark
+    from taskgraph.elastic_jobs.tracing import SpanStart
     from taskgraph.graph.sums import Sums
 
 __all__ = ["FEW_STEPS", "UNCHANGED", "Step", "StepOptions", "Steps"]
@@ -147,7 +147,7 @@ class Step:
         self._collected: list[dict[str, Any]] = []
         self._gradients: Gradients | None = None
         self._over = True
-        self._code: Mark | None = None
+        self._code: SpanStart | None = None
         self._state = b""  # digest of the state, if this step is checked
 
     @property

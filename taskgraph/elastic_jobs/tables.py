@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from taskgraph.errors import TableError
-from taskgraph.tables.layout import Layout
+from taskgraph.tables.layout import SegmentLayout
 from taskgraph.tables.merging import as_gradients, as_ids, sum_by_id
 from taskgraph.tables.options import TableOptions, as_rate
 from taskgraph.tables.rows import Ids, table_seed
@@ -285,7 +285,7 @@ class RunTable:
     def load(self, captured: Mapping[str, Any]) -> None:
         self.options.check_stored(captured["table"], self.name)
         self._lr = captured["lr"]
-        self._store = RowStore(self.options, self._seed, map(Layout.of(self.options).unpack, captured["blocks"]))
+        self._store = RowStore(self.options, self._seed, map(SegmentLayout.of(self.options).unpack, captured["blocks"]))
 
     def digests(self) -> dict[str, bytes]:
         blocks = self._store.blocks

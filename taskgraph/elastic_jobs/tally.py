@@ -20,7 +20,7 @@ from typing import Any
 
 from taskgraph.protocol.dealing import ErrorOutcome, QueueLedger, Ticket
 
-__all__ = ["Failure", "News", "RoundOutcome", "Tally", "holder_of", "share_of_round", "worker_of"]
+__all__ = ["PieceFailedTooOften", "RoundOutcome", "Tally", "WorkerNews", "holder_of", "share_of_round", "worker_of"]
 
 
 def share_of_round(bound: int, index: int, workers: int, position: int) -> int:
@@ -48,7 +48,7 @@ def worker_of(holder: str) -> str:
     return holder.rpartition(".")[0]
 
 
-class Failure(Exception):
+class PieceFailedTooOften(Exception):
     """A piece that failed so often that it fails the job.
 
     Attributes:
@@ -65,14 +65,14 @@ class Failure(Exception):
 
 
 @dataclass(slots=True)
-class News:
+class WorkerNews:
     """What one worker contributes to a round.
 
     Attributes:
         holder: see the module.
         view: number and holders of the view that the worker has read, if the others may not know it.
         done: tickets of the pieces that it has finished, and the rows that each had.
-        effects: index in `done` -> what `PieceEffects.take` returned for the piece.
+        effects: index in `done` -> what `PieceEffects.end_piece` returned for the piece.
         failed: tickets of pieces in which user code raised, and the tracebacks.
         back: tickets of pieces that it gives back.
         wants: how many pieces it wants.
@@ -108,7 +108,7 @@ class News:
         return found
 
     @classmethod
-    def of(cls, value: Mapping[str, Any]) -> News:
+    def of(cls, value: Mapping[str, Any]) -> WorkerNews:
         """Makes the news whose `value` this was."""
         done, view = value.get("done", ()), value.get("view")
         return cls(
@@ -139,7 +139,7 @@ class RoundOutcome:
     counted: list[tuple[str, Ticket, Any]] = field(default_factory=list)
     ended: set[tuple[int, int]] = field(default_factory=set)
     starving: bool = False
-    failed: Failure | None = None
+    failed: PieceFailedTooOften | None = None
 
 
 class Tally:
@@ -161,7 +161,7 @@ class Tally:
         """The number of contributions to the next round: one for each worker of the view, as far as it is known."""
         return max(1, len(self.view[1]))
 
-    def apply(self, news: Sequence[News]) -> RoundOutcome:
+    def apply(self, news: Sequence[WorkerNews]) -> RoundOutcome:
         """Applies the contributions to a round, in an order that is equal on all workers: counts pieces, then deals."""
         ledger, outcome = self.ledger, RoundOutcome()
         self.now += max((each.elapsed_s for each in news), default=0.0)
@@ -180,7 +180,7 @@ class Tally:
             outcome.starving = len(outcome.dealt) < len(wanting)
         return outcome
 
-    def _count(self, news: News, outcome: RoundOutcome) -> None:
+    def _count(self, news: WorkerNews, outcome: RoundOutcome) -> None:
         """Counts the finished and failed pieces in one worker's news, and adds what followed to `outcome`."""
         for at, (ticket, rows) in enumerate(news.done):
             if self.ledger.count(news.holder, ticket, self.now, rows):
@@ -191,9 +191,9 @@ class Tally:
             if verdict == ErrorOutcome.SET_ASIDE:
                 outcome.ended.add(ticket[:2])
             elif verdict == ErrorOutcome.FAIL_JOB and outcome.failed is None:
-                outcome.failed = Failure(ticket.piece, worker_of(news.holder), text)
+                outcome.failed = PieceFailedTooOften(ticket.piece, worker_of(news.holder), text)
 
-    def _deal(self, wanting: Sequence[News]) -> dict[str, list[Ticket]]:
+    def _deal(self, wanting: Sequence[WorkerNews]) -> dict[str, list[Ticket]]:
         """Deals open pieces. If there are fewer than wanted, all get the same share of what they want, one at least."""
         wanted, there, dealt = sum(each.wants for each in wanting), self.ledger.open, dict[str, list[Ticket]]()
         for each in wanting:

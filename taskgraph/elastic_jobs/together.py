@@ -43,7 +43,7 @@ class GroupClosed(Exception):
     """Raised by waits and sums of a process group that was closed, since its view is over."""
 
 
-class _Keys:
+class _GroupKeys:
     """The keys by which the processes of a view's group find each other: one worker sets a key, all get it."""
 
     def __init__(self, send: Callable[[str, bytes], None]) -> None:
@@ -88,7 +88,7 @@ class _Keys:
             self._changed.notify_all()
 
 
-class _Group:
+class _ProcessGroup:
     """The process group of one view, in its thread.
 
     Args:
@@ -103,7 +103,7 @@ class _Group:
     ) -> None:
         self.number = number
         self._backend = backend
-        self.keys = _Keys(send)
+        self.keys = _GroupKeys(send)
         self._waiting: queue.SimpleQueue[tuple[_Arrays, Sequence[_Arrays], Result] | None] = queue.SimpleQueue()
         self._asked: Result | None = None
         self._group: Any = None
@@ -196,7 +196,7 @@ class GroupSums:
         self._send = send
         self._changed = changed
         self._loop = asyncio.get_running_loop()
-        self._group: _Group | None = None
+        self._group: _ProcessGroup | None = None
         self._view = -1
         self._failures = 0
         self.failed_in = -1
@@ -211,7 +211,7 @@ class GroupSums:
             def send(key: str, value: bytes) -> None:
                 self._loop.call_soon_threadsafe(self._send, number, key, value)
 
-            self._group = _Group(self._backend, number, rank, len(view.workers), self._host(), send)
+            self._group = _ProcessGroup(self._backend, number, rank, len(view.workers), self._host(), send)
 
     def _host(self) -> str:
         """Returns an address of this host that other workers reach; without any, that of loopback."""

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from taskgraph.observe.trace import Tracing, clock
 
-__all__ = ["Mark", "WorkerTrace"]
+__all__ = ["SpanStart", "WorkerTrace"]
 
 
-class Mark(NamedTuple):
+class SpanStart(NamedTuple):
     """The beginning of a span.
 
     Attributes:
@@ -43,25 +43,25 @@ class WorkerTrace:
         self.step = -1
         self.view = -1
         self._tracing = tracing
-        self._step_began: Mark | None = None
-        self._waiting: tuple[str, Mark | None] = ("", None)
-        self._changing: tuple[int, Mark | None] = (-1, None)
+        self._step_began: SpanStart | None = None
+        self._waiting: tuple[str, SpanStart | None] = ("", None)
+        self._changing: tuple[int, SpanStart | None] = (-1, None)
 
     @property
     def on(self) -> bool:
         """True while the node is traced."""
         return self._tracing.on
 
-    def begin(self, *, of_step: bool = True) -> Mark | None:
+    def begin(self, *, of_step: bool = True) -> SpanStart | None:
         """Returns the beginning of a span, for `keep`; None: it is not traced.
 
         Args:
             of_step: the span belongs to the step at work.
         """
         tracing, step = self._tracing, self.step if of_step else -1
-        return Mark(clock(), self.view, step) if tracing.on and tracing.is_traced(step) else None
+        return SpanStart(clock(), self.view, step) if tracing.on and tracing.is_traced(step) else None
 
-    def keep(self, mark: Mark | None, kind: str, text: str, *, peer: str = "", size_bytes: int = -1) -> None:
+    def keep(self, mark: SpanStart | None, kind: str, text: str, *, peer: str = "", size_bytes: int = -1) -> None:
         """Adds a span that began at `mark` and ends now to the trace; does nothing for None.
 
         Args:

@@ -272,7 +272,7 @@ class UserCall:
         return len(self._dealt)
 
     def note_digests(self, step: int, digests: dict[str, bytes]) -> None:
-        """Keeps the digests of the state before a checked step, for workers that differ."""
+        """Keeps the state's digests before a checked step, not earlier ones: if tags differ, they show what differs."""
         self._checked = step, tuple(sorted(digests.items()))
 
     @property

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from taskgraph.elastic_jobs.checkpoints import Checkpoints
-from taskgraph.elastic_jobs.differing import Differences
+from taskgraph.elastic_jobs.differing import DifferingWorkers
 from taskgraph.elastic_jobs.interface import WorkerNode
 from taskgraph.elastic_jobs.joining import Joining
 from taskgraph.errors import JobError
@@ -39,7 +39,11 @@ class ViewChanger:
     """
 
     def __init__(
-        self, node: WorkerNode, differences: Differences, checkpoints: Checkpoints, group_failed_in: Callable[[], int]
+        self,
+        node: WorkerNode,
+        differences: DifferingWorkers,
+        checkpoints: Checkpoints,
+        group_failed_in: Callable[[], int],
     ) -> None:
         self._node = node
         self._differences = differences

@@ -20,7 +20,7 @@ from taskgraph.signatures import declares_fields, signature
 
 __all__ = [
     "Codec",
-    "Message",
+    "DeclaredDataclass",
     "bind",
     "codec",
     "codec_named",
@@ -47,7 +47,7 @@ class Codec:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class DeclaredDataclass:
     """A dataclass declared with `@tg.message`.
 
     Attributes:
@@ -65,8 +65,8 @@ class Message:
 
 _codecs: Final[dict[type, Codec]] = {}
 _codecs_by_name: Final[dict[str, Codec]] = {}
-_messages: Final[dict[type, Message]] = {}
-_messages_by_name: Final[dict[str, Message]] = {}
+_messages: Final[dict[type, DeclaredDataclass]] = {}
+_messages_by_name: Final[dict[str, DeclaredDataclass]] = {}
 _reserved: Final[set[type]] = set()
 
 codec_of = _codecs.get
@@ -151,7 +151,7 @@ def message(cls: Any = None, *, name: str | None = None) -> Any:
         fields = dataclasses.fields(made)
         init = frozenset(f.name for f in fields if f.init)
         _check_constructor(made, init)
-        found = Message(wire_name, made, tuple(f.name for f in fields), init, _runs_user_code(made))
+        found = DeclaredDataclass(wire_name, made, tuple(f.name for f in fields), init, _runs_user_code(made))
         _messages[made] = _messages_by_name[wire_name] = found
         return made
 

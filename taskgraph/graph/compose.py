@@ -22,7 +22,17 @@ RELAY: Final = "relay"
 """Names the processor that passes the result of a collective on: `grad (relay)`."""
 _GENERATOR_FLAGS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
-__all__ = ["ENCODABLE_TEXTS", "RELAY", "UNNAMED", "Composition", "Graph", "Processor", "Wrapper", "is_text", "name_of"]
+__all__ = [
+    "ENCODABLE_TEXTS",
+    "RELAY",
+    "UNNAMED",
+    "Composition",
+    "ComputeWrapper",
+    "Graph",
+    "Processor",
+    "is_text",
+    "name_of",
+]
 
 ENCODABLE_TEXTS: Final[set[str]] = set()
 """Caches names that can be encoded: a lookup is cheaper than the call of `is_text`."""
@@ -46,7 +56,7 @@ Links = Mapping[str, Any] | None
 """The inbound or outbound channels of a processor as declared: tag -> a link's name, a task, or a sequence of them."""
 
 
-class Wrapper(Protocol):
+class ComputeWrapper(Protocol):
     """Makes a compute of a function that takes other arguments. Equal wrappers make computes that do the same."""
 
     @property
@@ -125,7 +135,7 @@ class Declaration:
     """
 
     compute: Callable[..., Any]
-    wrapper: Wrapper | None
+    wrapper: ComputeWrapper | None
     name: str | None
     parallel: bool
     inbound: tuple[tuple[str, ...], tuple[Any, ...]]
@@ -240,7 +250,7 @@ class Composition:
         name: str | None,
         parallel: bool,
         work: LinkResolver,
-        wrapper: Wrapper | None = None,
+        wrapper: ComputeWrapper | None = None,
     ) -> bool:
         """Takes the processor of `before` if its declaration in this place is equal. Returns False if not: call `add`.
 
@@ -292,7 +302,7 @@ class Composition:
         name: str | None,
         parallel: bool,
         declared: tuple[Links, Links],
-        wrapper: Wrapper | None = None,
+        wrapper: ComputeWrapper | None = None,
     ) -> None:
         """Checks and adds a processor; raises GraphError if it is invalid or conflicts with another processor.
 
@@ -388,7 +398,7 @@ class Composition:
     def _declaration(
         self,
         compute: Callable[..., Any],
-        wrapper: Wrapper | None,
+        wrapper: ComputeWrapper | None,
         inbound: Links,
         outbound: Links,
         name: str | None,

@@ -177,7 +177,7 @@ class Reader:
             raise DecodeError(f"message {name!r} cannot be made of what came: {error_text(error)}") from error
         return made
 
-    def _message_fields(self, known: codecs.Message, packed: msgspec.Raw) -> dict[str, Any]:
+    def _message_fields(self, known: codecs.DeclaredDataclass, packed: msgspec.Raw) -> dict[str, Any]:
         fields = read_tree(memoryview(packed))
         if type(fields) is not dict or tuple(fields) != known.fields:
             came = list(fields) if type(fields) is dict else type(fields).__name__

@@ -331,7 +331,7 @@ def _scalar(writer: Writer, value: np.generic) -> Ext:
 # -- types of users and libraries -------------------------------------------------------------------------------------
 
 
-def _message(writer: Writer, value: Any, known: codecs.Message) -> Ext:
+def _message(writer: Writer, value: Any, known: codecs.DeclaredDataclass) -> Ext:
     writer.enter(value, len(known.fields))
     writer.in_user_code += 1
     fields = {}

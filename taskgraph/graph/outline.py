@@ -51,8 +51,8 @@ def outline(encoded: Encoded) -> list[NamedArray]:
 def decode_untyped(encoded: Encoded) -> Any:
     """Decodes a value whose types need not be declared here.
 
-    A message becomes a stub with its fields. A value of a codec becomes what the codec had made of it. Arrays are
-    read-only views on the encoded bytes.
+    A message becomes a stub whose `fields` is a dict. A value of a codec becomes what the codec had made of it. Arrays
+    are read-only views on the encoded bytes.
 
     Raises:
         DecodeError: the bytes are not a value.

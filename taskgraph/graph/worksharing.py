@@ -128,7 +128,7 @@ class _Pass:
         return True
 
 
-class _Team:
+class _HelperThreads:
     """The helper threads of this process: daemons that end after `_IDLE_S` without work."""
 
     def __init__(self) -> None:
@@ -203,13 +203,13 @@ class _Team:
                     return
 
 
-_team = _Team()
+_team = _HelperThreads()
 
 
 def _replace_team_after_fork() -> None:
     """Replaces the team in a forked child, which has no helper threads, and maybe locks that no thread will release."""
     global _team
-    _team = _Team()
+    _team = _HelperThreads()
 
 
 os.register_at_fork(after_in_child=_replace_team_after_fork)

@@ -19,7 +19,7 @@ from taskgraph.network.listening import NOWHERE, Listening
 from taskgraph.network.tls import CA, CERT, KEY
 from taskgraph.system.files import ROOT
 
-__all__ = ["Access", "advice", "configured", "etcd_access", "insecure_listen", "node_access"]
+__all__ = ["AccessOptions", "advice", "configured", "etcd_access", "insecure_listen", "node_access"]
 
 _FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
 _NODE_FILES = {"ca": ("tls_ca", CA), "cert": ("tls_cert", CERT), "key": ("tls_key", KEY)}
@@ -44,7 +44,7 @@ _FLAGS = ("insecure_listen",)
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class AccessOptions:
     """The options to reach a job's etcd and its nodes, as on the command line.
 
     Attributes:
@@ -139,12 +139,12 @@ def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
     """
     options = dict(given or {})
 
-    def find(name: str) -> str | None:
+    def given_or_configured(name: str) -> str | None:
         return options.get(name) or configured(name)
 
     # Absolute: others read them from another working directory.
-    access = {ours: str(Path(path).absolute()) for ours, name in _FILES.items() if (path := find(name))}
-    user = find("etcd_user")
+    access = {ours: str(Path(path).absolute()) for ours, name in _FILES.items() if (path := given_or_configured(name))}
+    user = given_or_configured("etcd_user")
     password, file = _password(options.get("etcd_password_file"))
     if user and password is None:
         raise JobError(

@@ -140,7 +140,7 @@ def _json_within(result: JobResult, limit: int) -> str | None:
 
 
 def _record_bytes(text: str) -> int:
-    """Returns the bytes that ASCII text takes as a text in a record, whose JSON escapes its quotes and backslashes."""
+    """Returns the bytes of ASCII text within a JSON string, which escapes its quotes and backslashes."""
     return len(text) + text.count('"') + text.count("\\")
 
 

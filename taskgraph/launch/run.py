@@ -36,7 +36,7 @@ from taskgraph.errors import (
     no_thread_text,
 )
 from taskgraph.jobs import Job, check_job
-from taskgraph.launch.access import Access, etcd_access, node_access
+from taskgraph.launch.access import AccessOptions, etcd_access, node_access
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower, find_kept
 from taskgraph.launch.forkserver import ForkServer
@@ -44,7 +44,7 @@ from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import JobProgress
-from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
+from taskgraph.launch.supervise import FrontEndHooks, Supervisor, end_reason
 from taskgraph.network import rpc
 from taskgraph.observe.events import Event
 from taskgraph.protocol.records import JobStatus
@@ -173,8 +173,8 @@ async def arun(
     timeout_s: float | None = None,
     name: str = "",
     progress: bool = False,
-    hooks: Hooks | None = None,
-    access: Access | None = None,
+    hooks: FrontEndHooks | None = None,
+    access: AccessOptions | None = None,
 ) -> JobResult[T]:
     """Runs a job like `run`, in a running event loop. Cancelling it ends the job.
 
@@ -192,8 +192,8 @@ async def arun(
             shown = await stack.enter_async_context(
                 JobProgress(job.name, job.tasks, job.epochs, job.backups, elastic=job.elastic is not None)
             )
-            hooks = Hooks(shown.event, lambda follower, nodes: shown.set_view(follower.view))
-        hooks = hooks or Hooks()
+            hooks = FrontEndHooks(shown.event, lambda follower, nodes: shown.set_view(follower.view))
+        hooks = hooks or FrontEndHooks()
         if nodes == 0:
             if replace:
                 raise JobError("with 0 nodes all runs in this process: there is no node to replace")
@@ -208,7 +208,7 @@ async def arun(
                     job,
                     nodes,
                     hooks,
-                    access or Access(),
+                    access or AccessOptions(),
                     replace=replace,
                     etcd=etcd,
                     resume=resume,
@@ -232,8 +232,8 @@ def _warn_unchanged(event: Event) -> None:
 async def _on_nodes(
     job: Job[T],
     nodes: int,
-    hooks: Hooks,
-    access: Access,
+    hooks: FrontEndHooks,
+    access: AccessOptions,
     *,
     replace: bool,
     etcd: str | None,

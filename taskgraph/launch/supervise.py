@@ -31,7 +31,7 @@ from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.processes import signal_name
 
-__all__ = ["Hooks", "Supervisor", "end_reason", "launch_nodes"]
+__all__ = ["FrontEndHooks", "Supervisor", "end_reason", "launch_nodes"]
 
 log = logging.getLogger("taskgraph.launch")
 
@@ -54,7 +54,7 @@ _INTERRUPTED = "interrupted"
 
 
 @dataclass
-class Hooks:
+class FrontEndHooks:
     """Functions of a front end that are called during a run.
 
     Attributes:
@@ -81,7 +81,7 @@ class Supervisor:
         entry: JobEntry,
         coordinator: Coordinator,
         follower: Collector,
-        hooks: Hooks,
+        hooks: FrontEndHooks,
         *,
         listening: Listening = NOWHERE,
         etcd_ended: Callable[[], Awaitable[str]] | None = None,

@@ -22,7 +22,7 @@ from taskgraph.errors import JobError, JobFailed, JobRunning, PieceFailed
 from taskgraph.graph.values import decode
 from taskgraph.jobs import Job
 from taskgraph.launch.run import arun
-from taskgraph.launch.supervise import Hooks
+from taskgraph.launch.supervise import FrontEndHooks
 from taskgraph.maps.functions import as_list, check_function, find_function, make_reference, register_here
 from taskgraph.maps.job import map_pieces
 from taskgraph.maps.journal import Journal
@@ -283,7 +283,9 @@ class _JobThread:
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
         hooks = (
-            Hooks(shown.show_if_wrong, lambda follower, nodes: shown.set_workers(follower.view)) if shown.on else None
+            FrontEndHooks(shown.show_if_wrong, lambda follower, nodes: shown.set_workers(follower.view))
+            if shown.on
+            else None
         )
 
         async def run() -> None:

@@ -94,7 +94,7 @@ class ControlServer:
         self._node: ControlledNode | None = None
         self._servers: list[grpc.aio.Server] = []
         self._path: Path | None = None
-        self._followers: set[_Follower] = set()
+        self._followers: set[_EventSubscriber] = set()
         self._traces: set[asyncio.Task[Any]] = set()  # trace calls under way
         self._ending = False
         self._end = asyncio.Event()
@@ -186,7 +186,7 @@ class ControlServer:
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         both = grpc.stream_stream_rpc_method_handler
 
-        def method(
+        def make_handler(
             make: Callable[..., Any],
             function: Callable[..., Any],
             request: Any,
@@ -197,16 +197,18 @@ class ControlServer:
         methods = grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Status": method(unary, self._unary_handler(self._status), pb.StatusRequest),
-                "Kill": method(unary, self._unary_handler(self._kill), pb.KillRequest),
-                "Drain": method(unary, self._unary_handler(self._drain), pb.DrainRequest),
-                "Events": method(stream, self._stream_handler(self._follow), pb.EventsRequest),
-                "Results": method(stream, self._stream_handler(_with_digest(self._results)), pb.ResultsRequest, bytes),
-                "Clock": method(unary, self._unary_handler(self._clock), pb.ClockRequest),
-                "Trace": method(both, self._stream_handler(self._trace), pb.TraceRequest),
+                "Status": make_handler(unary, self._unary_handler(self._status), pb.StatusRequest),
+                "Kill": make_handler(unary, self._unary_handler(self._kill), pb.KillRequest),
+                "Drain": make_handler(unary, self._unary_handler(self._drain), pb.DrainRequest),
+                "Events": make_handler(stream, self._stream_handler(self._follow), pb.EventsRequest),
+                "Results": make_handler(
+                    stream, self._stream_handler(_with_digest(self._results)), pb.ResultsRequest, bytes
+                ),
+                "Clock": make_handler(unary, self._unary_handler(self._clock), pb.ClockRequest),
+                "Trace": make_handler(both, self._stream_handler(self._trace), pb.TraceRequest),
             },
         )
-        return _Gate(methods, self._credential, self._refusals)
+        return _TokenGate(methods, self._credential, self._refusals)
 
     # -- before a call -----------------------------------------------------------------------------------
 
@@ -283,7 +285,7 @@ class ControlServer:
 
     async def _follow(self, node: ControlledNode, request: pb.EventsRequest) -> AsyncGenerator[pb.EventReply, None]:
         """Yields the last events, and then new ones if the caller follows."""
-        follower = _Follower()
+        follower = _EventSubscriber()
         for event in self._events.recent()[-request.last :]:
             follower.queue(event)
         if not request.follow or self._ending:
@@ -345,7 +347,7 @@ class ControlServer:
             self._traces.discard(call)
 
 
-class _Gate(grpc.GenericRpcHandler):
+class _TokenGate(grpc.GenericRpcHandler):
     """Checks a call's token as soon as its head arrives, so that a client without token cannot keep a connection."""
 
     def __init__(self, methods: grpc.GenericRpcHandler, credential: bytes, refusals: RefusalLog) -> None:
@@ -367,7 +369,7 @@ class _Gate(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(refuse)  # this kind begins before there is any request
 
 
-class _Follower:
+class _EventSubscriber:
     """One caller of Events: queues the events that the caller has not received yet."""
 
     def __init__(self) -> None:

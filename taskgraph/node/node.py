@@ -17,7 +17,7 @@ from taskgraph.node.life import OWN_TASKS
 from taskgraph.node.membership.draining import Draining
 from taskgraph.node.membership.failed_setups import FailedSetUps
 from taskgraph.node.membership.fatal import FatalCode
-from taskgraph.node.membership.notices import Notices
+from taskgraph.node.membership.notifier import Notifier
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.primary.takeovers import TakeOvers
@@ -51,7 +51,7 @@ class Node(NodeServices):
         self.failed_set_ups = FailedSetUps(
             self, lambda: bool(self.roles.primaries or self.roles.runs or self.takeovers.any_under_way)
         )
-        self.notices = Notices(self, self.roles)
+        self.notices = Notifier(self, self.roles)
         self.reconciler = Reconciler(
             self,
             self.roles,

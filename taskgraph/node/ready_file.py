@@ -43,7 +43,7 @@ def keep_ready_file(path: Path, node: NodeLife) -> Iterator[None]:
     """Makes and removes the file as the node's state changes; it is gone after the block."""
     is_there = False
 
-    def look() -> None:
+    def update_file() -> None:
         nonlocal is_there
         takes_part = node.running and not node.draining and is_registered(node.keeper.view, node.id)
         ready = node.in_sync() if takes_part else False
@@ -59,14 +59,14 @@ def keep_ready_file(path: Path, node: NodeLife) -> Iterator[None]:
             log.warning("the file %s cannot be changed: %s", path, error.strerror)
 
     loop = asyncio.get_running_loop()
-    timer: asyncio.Handle = loop.call_soon(lambda: look_again())
+    timer: asyncio.Handle = loop.call_soon(lambda: update_repeatedly())
 
-    def look_again() -> None:
+    def update_repeatedly() -> None:
         nonlocal timer
-        look()
-        timer = loop.call_later(_LOOK_S, look_again)
+        update_file()
+        timer = loop.call_later(_LOOK_S, update_repeatedly)
 
-    stop = node.keeper.on_change(look, structure=True)
+    stop = node.keeper.on_change(update_file, structure=True)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ import asyncio
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.node.membership.fatal import FatalCode
-from taskgraph.node.membership.notices import Notices
+from taskgraph.node.membership.notifier import Notifier
 from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.primary.takeovers import TakeOvers
 from taskgraph.node.roles import Roles
@@ -44,7 +44,7 @@ class Reconciler:
         suspicion: Suspicion,
         fatal_code: FatalCode,
         takeovers: TakeOvers,
-        notices: Notices,
+        notices: Notifier,
     ) -> None:
         self._node = node
         self._roles = roles

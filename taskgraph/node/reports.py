@@ -168,12 +168,14 @@ class _Block:
     def rows(self) -> Iterator[tuple[int, PlainRows]]:
         """Yields (epoch, rows) in the order of epochs."""
 
-        def of(names: _Names, epochs: array[int], numbers: array[float]) -> Iterator[tuple[int, PlainRows]]:
+        def rows_of_group(names: _Names, epochs: array[int], numbers: array[float]) -> Iterator[tuple[int, PlainRows]]:
             width = _width(names)
             for at, epoch in enumerate(epochs):
                 yield epoch, _row(names, numbers, at * width)
 
-        return heapq.merge(*[of(names, *columns) for names, columns in self.groups.items()], key=itemgetter(0))
+        return heapq.merge(
+            *[rows_of_group(names, *columns) for names, columns in self.groups.items()], key=itemgetter(0)
+        )
 
 
 class ReportLog:

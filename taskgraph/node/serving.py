@@ -108,7 +108,7 @@ class Serving:
 
     def _answer_pull_now(self, pull: Pull) -> Reply | PendingReply | None:
         primary = self._primary_for(pull)
-        if primary is None or (self._room(pull.stamp) < 1 and primary.attempts.lacks(pull)):
+        if primary is None or (self._room_for_calls(pull.stamp) < 1 and primary.attempts.lacks(pull)):
             return None
         reply = primary.attempts.answer_pull(pull)
         if type(reply) is PendingReply:
@@ -119,7 +119,7 @@ class Serving:
     def answer_all_now(self, peer: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
         """Answers as `answer_now`, for each epoch of a pull. None: call `answer_now` for each."""
         node, waiting = self._node, self._waiting
-        room = self._room(Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1))
+        room = self._room_for_calls(Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1))
         if peer == node.id:
             room -= node.settings.max_parked // 4  # leave room for calls that pull one epoch
         if node.paused or room < pull.count:
@@ -134,7 +134,7 @@ class Serving:
                 reply.counter = waiting
         return replies
 
-    def _room(self, stamp: Stamp) -> int:
+    def _room_for_calls(self, stamp: Stamp) -> int:
         """Returns how many more calls of an epoch may wait here.
 
         Half of the room is kept for the epoch at work: its calls may free those of later epochs.
@@ -175,7 +175,7 @@ class Serving:
             raise Refused(Reason.PAUSED, f"{self._node.name} cannot prove its lease at the moment")
         parks = 0
         if isinstance(message, _PARKED_KINDS):
-            if self._room(message.stamp) < 1:
+            if self._room_for_calls(message.stamp) < 1:
                 raise Refused(Reason.PAUSED, f"{self._waiting.count} calls wait at {self._node.name} already")
             parks = 1
         self._waiting.count += parks
@@ -223,7 +223,7 @@ class Serving:
             case RequestRestart():
                 return await self._require_leader().take_restart(message)
             case WrittenFiles():
-                return self._require_leader().checkpointer.note_files(message)
+                return self._require_leader().checkpoint_completer.note_files(message)
             case Seal():
                 attempt = await self._wait_for_attempt(message.task, message.stamp)
                 if attempt.activity.seal(message.version):

@@ -104,7 +104,7 @@ def encode_snapshot(
     """
     what = f"snapshot of task {task}"
 
-    def encoded(value: Any) -> Encoded:
+    def encode_part(value: Any) -> Encoded:
         made = encode(value, what=what, allocate=allocate, stays=stays, ordered=True)
         if stays:  # before the next epoch computes, which would delay the copy
             begin_copy_to_host(made, allocate=allocate)
@@ -112,7 +112,7 @@ def encode_snapshot(
 
     try:
         if not shared:
-            return Snapshot(encoded({"state": state, "numbers": numbers, "log": rows}))
+            return Snapshot(encode_part({"state": state, "numbers": numbers, "log": rows}))
         own, common = _split(state, shared, task)
         # A value that stays in the process needs no memory that others can open.
         part = encode(common, what=what, allocate=allocate if keeps or stays else None, stays=stays, ordered=True)
@@ -120,10 +120,10 @@ def encode_snapshot(
         if not keeps:
             if stays:
                 begin_copy_to_host(part, allocate=allocate)
-            return Snapshot(encoded(whole), part, part.digest)
+            return Snapshot(encode_part(whole), part, part.digest)
         # Decoded arrays are encoded without another copy; but they are on the host.
         whole["state"] = own | (common if on_device else decode(part))
-        return Snapshot(encoded(whole), None, part.digest)
+        return Snapshot(encode_part(whole), None, part.digest)
     except ValueNotEncodable:
         encode_fields(state, task)  # raises with the name of the field
         raise

@@ -184,7 +184,7 @@ class Incidents:
         return all(len(holders(view, task)) >= wanted for task in range(self._tasks))
 
     def _first_commit_after(self, incident: _Incident) -> float | None:
-        """Returns the time of the first commit after the last takeover; None: there was none."""
+        """Returns the time of the first commit after the last takeover, or after the failure; None: there was none."""
         since = max(incident.noticed_at, incident.last_takeover_at)
         at = bisect_right(self._commits, since)
         return self._commits[at] if at < len(self._commits) else None

@@ -108,10 +108,10 @@ class CheckpointCollector:
         return at is not None and stamp.epoch < at.epoch and stamp.attempt <= at.attempt
 
     def blocking_task(self, view: JobView, stamp: Stamp) -> int | None:
-        """Returns a task whose file is missing for good, so that no leader can complete the checkpoint of `stamp`.
+        """Returns a task without a file of boundary `stamp`, whose primary began later and so writes none: no leader
+        can complete this checkpoint, and its other files are useless.
 
-        Returns 0 if a roll-back undid the boundary; None if it may still become a checkpoint. Later checkpoints do not
-        matter here.
+        Returns 0 also if a roll-back undid the boundary; None if it is complete, or may still become a checkpoint.
         """
         if view.epoch is not None and stamp.attempt < view.epoch.record.lineage:
             return 0  # undone

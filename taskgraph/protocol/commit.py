@@ -244,7 +244,7 @@ class Leader:
         )
         self.urgent = waits or self.has_all_reports(at + self.enough - 1)
 
-    def waits_only_for_task_0(self) -> bool:
+    def commit_waits_only_for_task_0(self) -> bool:
         """True if a task waits for the commit of an epoch in which all tasks but task 0 are done."""
         return any(self._lacks_only_task_0(self._reports.get(epoch, _NOTHING)) for epoch in self._awaited_epochs)
 

@@ -30,7 +30,7 @@ from math import inf
 from taskgraph.errors import first_lines
 from taskgraph.protocol.messages import Wait
 
-__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waiter", "describe_waits", "find_cycle"]
+__all__ = ["HANDLER", "WaitEdge", "describe_cycle", "describe_waiter", "describe_waits", "find_cycle"]
 
 HANDLER = "handler "  # prefix of the processor in the wait of a handler
 
@@ -38,7 +38,7 @@ _MAX_EDGES = 12  # the most edges of a cycle that are described
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class WaitEdge:
     """`processor` of `task` waits for `next_processor` of `next_task`; `kind` and `name` as in `messages.Wait`."""
 
     task: int
@@ -50,10 +50,10 @@ class Edge:
 
 
 _Node = tuple[int, str]
-_Edges = dict[_Node, list[Edge]]
+_Edges = dict[_Node, list[WaitEdge]]
 
 
-def find_cycle(waits: Mapping[int, Sequence[Wait]]) -> list[Edge] | None:
+def find_cycle(waits: Mapping[int, Sequence[Wait]]) -> list[WaitEdge] | None:
     """Finds a cycle of waits with a processor in it, in linear time. A cycle of handlers alone does not count.
 
     Args:
@@ -93,7 +93,7 @@ def _collect_edges(waits: Mapping[int, Sequence[Wait]]) -> _Edges:
                 case _:
                     continue
             if to in edges:
-                edges[task, wait.processor].append(Edge(task, wait.processor, wait.kind, wait.name, *to))
+                edges[task, wait.processor].append(WaitEdge(task, wait.processor, wait.kind, wait.name, *to))
     return edges
 
 
@@ -135,9 +135,9 @@ def _components(edges: _Edges) -> list[set[_Node]]:
     return found
 
 
-def _shortest_cycle(edges: _Edges, component: set[_Node], start: _Node) -> list[Edge]:
+def _shortest_cycle(edges: _Edges, component: set[_Node], start: _Node) -> list[WaitEdge]:
     """Returns the edges of the shortest cycle through `start` within a component."""
-    came_by: dict[_Node, Edge] = {}
+    came_by: dict[_Node, WaitEdge] = {}
     queue = deque([start])
     while start not in came_by:
         for edge in edges[queue.popleft()]:
@@ -152,7 +152,7 @@ def _shortest_cycle(edges: _Edges, component: set[_Node], start: _Node) -> list[
     return cycle
 
 
-def describe_cycle(cycle: Sequence[Edge]) -> str:
+def describe_cycle(cycle: Sequence[WaitEdge]) -> str:
     """Describes a cycle, of its edges in order, and how to change the job."""
     parts = [_describe_edge(edge, cycle[i - 1]) for i, edge in enumerate(cycle)]
     if len(parts) > _MAX_EDGES:
@@ -170,7 +170,7 @@ def describe_cycle(cycle: Sequence[Edge]) -> str:
     return f"{'; '.join(parts)}. {out}"
 
 
-def _describe_edge(edge: Edge, before: Edge) -> str:
+def _describe_edge(edge: WaitEdge, before: WaitEdge) -> str:
     will = f" (which will put {before.name!r})" if before.kind == "item" else ""
     wait = _describe_wait(edge.kind, edge.processor, edge.name, edge.next_task)
     return f"task {edge.task} {describe_waiter(edge.processor)}{will} {wait}"

@@ -37,7 +37,7 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-from taskgraph.protocol.passes import Options, Pass, PassCounts, Ticket, piece_order
+from taskgraph.protocol.passes import Pass, PassCounts, QueueOptions, Ticket, piece_order
 
 __all__ = ["ErrorOutcome", "PassCounts", "QueueLedger", "SetAsidePiece", "SlowPiece", "Ticket", "piece_order"]
 
@@ -109,7 +109,7 @@ class QueueLedger:
         on_error: str = "fail",
         straggler: float = 3.0,
     ) -> None:
-        self._options = Options(pieces, passes, seed, shuffle, overlap, attempts, on_error, straggler)
+        self._options = QueueOptions(pieces, passes, seed, shuffle, overlap, attempts, on_error, straggler)
         self._options.check()
         self._next_pass = 0
         self._open: list[Pass] = []
@@ -250,7 +250,7 @@ class QueueLedger:
         return self._options.pieces
 
     @property
-    def options(self) -> Options:
+    def options(self) -> QueueOptions:
         """The arguments that this ledger was made with."""
         return self._options
 
@@ -359,7 +359,7 @@ class QueueLedger:
     def of(cls, state: Mapping[str, Any]) -> QueueLedger:
         """Makes the ledger whose `state` this was."""
         made = cls(0)
-        made._options = Options(*state["options"])
+        made._options = QueueOptions(*state["options"])
         made._next_pass = state["next_pass"]
         made._open = [Pass.of(made._options, one) for one in state["open"]]
         made._ended.extend(PassCounts(*counts) for counts in state["ended"])

@@ -12,13 +12,13 @@ from struct import Struct
 from typing import Final
 from weakref import WeakValueDictionary
 
-__all__ = ["FEW", "Names", "Numbers", "compact"]
+__all__ = ["FEW", "NumberNames", "Numbers", "compact"]
 
 FEW: Final = 4
 """The most numbers that stay a dict. A dict of this size takes half a KiB."""
 
 
-class Names:
+class NumberNames:
     """The names of numbers that are reported together.
 
     Attributes:
@@ -33,16 +33,16 @@ class Names:
         self.doubles: Final = Struct(f"!{len(names)}d")
 
     @staticmethod
-    def of(names: tuple[str, ...]) -> Names:
-        """Returns the shared `Names` object for these names."""
+    def of(names: tuple[str, ...]) -> NumberNames:
+        """Returns the shared `NumberNames` object for these names."""
         known = _known.get(names)
         if known is None:
-            known = _known[names] = Names(names)
+            known = _known[names] = NumberNames(names)
         return known
 
 
-_known: Final[WeakValueDictionary[tuple[str, ...], Names]] = WeakValueDictionary()
-"""The `Names` objects in use, by their names."""
+_known: Final[WeakValueDictionary[tuple[str, ...], NumberNames]] = WeakValueDictionary()
+"""The `NumberNames` objects in use, by their names."""
 _DOUBLE: Final = Struct("!d")
 
 
@@ -55,7 +55,7 @@ class Numbers(Mapping[str, float]):
 
     __slots__ = ("names", "packed")
 
-    def __init__(self, names: Names, packed: bytes) -> None:
+    def __init__(self, names: NumberNames, packed: bytes) -> None:
         self.names: Final = names
         self.packed: Final = packed
 
@@ -63,7 +63,7 @@ class Numbers(Mapping[str, float]):
     def of(cls, numbers: Mapping[str, float]) -> Numbers:
         if type(numbers) is Numbers:
             return numbers
-        names = Names.of(tuple(numbers))
+        names = NumberNames.of(tuple(numbers))
         return cls(names, names.doubles.pack(*numbers.values()))
 
     def same(self, other: object) -> bool:

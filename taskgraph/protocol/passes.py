@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from taskgraph.errors import JobError
 
-__all__ = ["DealtPiece", "Options", "Pass", "PassCounts", "Ticket", "piece_order"]
+__all__ = ["DealtPiece", "Pass", "PassCounts", "QueueOptions", "Ticket", "piece_order"]
 
 
 class Ticket(NamedTuple):
@@ -50,7 +50,7 @@ class DealtPiece:
     holders: dict[str, float]
 
 
-class Options(NamedTuple):
+class QueueOptions(NamedTuple):
     """The arguments of a work queue's ledger, explained at `protocol.dealing.QueueLedger`."""
 
     pieces: int
@@ -96,7 +96,7 @@ class Pass:
 
     __slots__ = ("_places", "again", "aside", "cursor", "dealt", "errors", "finished", "number", "order", "rows")
 
-    def __init__(self, options: Options, number: int) -> None:
+    def __init__(self, options: QueueOptions, number: int) -> None:
         self.number = number
         self.order = piece_order(options.pieces, number, options.seed, options.shuffle)
         self._places: dict[int, int] | None = None
@@ -203,7 +203,7 @@ class Pass:
         }
 
     @classmethod
-    def of(cls, options: Options, state: Mapping[str, Any]) -> Pass:
+    def of(cls, options: QueueOptions, state: Mapping[str, Any]) -> Pass:
         made = cls(options, state["number"])
         made.cursor, made.rows = state["cursor"], state["rows"]
         made.again = list(_places(state["again"]))  # sorted, so it is a heap

@@ -26,7 +26,7 @@ from taskgraph.protocol.messages import LedgerEntry
 __all__ = [
     "ITEM",
     "REQUEST",
-    "Conflict",
+    "ContentConflict",
     "Kind",
     "MessageLedger",
     "decode_sum",
@@ -58,7 +58,7 @@ _encoded_identities: Final[dict[_Key, bytes]] = {}
 _CACHED_HEADERS: Final = 4096
 
 
-class Conflict(TaskGraphError):
+class ContentConflict(TaskGraphError):
     """One identity has two contents, so the attempt cannot commit.
 
     Attributes:
@@ -134,7 +134,7 @@ class MessageLedger:
         """Counts an entry that this task sent. Returns False if it was counted before.
 
         Raises:
-            Conflict: it was counted before with another digest. The sums stay as they were.
+            ContentConflict: it was counted before with another digest. The sums stay as they were.
         """
         key = (kind, sender, receiver, name)
         if self._sent is None:
@@ -150,7 +150,7 @@ class MessageLedger:
         """Counts an entry that this task received. Returns False if it was counted before.
 
         Raises:
-            Conflict: it was counted before with another digest. The sums stay as they were.
+            ContentConflict: it was counted before with another digest. The sums stay as they were.
         """
         key = (kind, sender, receiver, name)
         if self._received is None:
@@ -174,9 +174,9 @@ class MessageLedger:
 
 
 def _check_same_digest(sent: bool, key: _Key, known: bytes, digest: bytes) -> bool:
-    """Returns False: the entry was counted before. Raises Conflict if it was counted with another digest."""
+    """Returns False: the entry was counted before. Raises ContentConflict if it was counted with another digest."""
     if known != digest:
-        raise Conflict(sent, *key, known, digest)
+        raise ContentConflict(sent, *key, known, digest)
     return False
 
 

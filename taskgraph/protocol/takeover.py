@@ -20,10 +20,10 @@ from enum import StrEnum
 from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Move", "Succession", "find_stranded_task", "remaining_nodes", "sole_copies", "succession"]
+__all__ = ["Succession", "TakeoverMove", "find_stranded_task", "remaining_nodes", "sole_copies", "succession"]
 
 
-class Move(StrEnum):
+class TakeoverMove(StrEnum):
     """What one node does now for a task whose primary may have failed."""
 
     NOTHING = "nothing"
@@ -37,7 +37,7 @@ class Move(StrEnum):
 class Succession:
     """A node's move for a task. `rank`: its place among the members that may take over, 0 for the first."""
 
-    move: Move
+    move: TakeoverMove
     rank: int = 0
 
 
@@ -66,24 +66,24 @@ def succession(
     """
     primary = view.primary_node(task)
     if view.epoch is None:
-        return Succession(Move.NOTHING)
+        return Succession(TakeoverMove.NOTHING)
     if primary == me:
-        return Succession(Move.TAKE_OVER if dropped else Move.NOTHING)
+        return Succession(TakeoverMove.TAKE_OVER if dropped else TakeoverMove.NOTHING)
     if primary is not None and primary not in suspects:
-        return Succession(Move.NOTHING)
+        return Succession(TakeoverMove.NOTHING)
     successors = [node for node in view.in_sync(task) if node not in suspects]
     if me in successors:
-        return Succession(Move.TAKE_OVER, successors.index(me))
+        return Succession(TakeoverMove.TAKE_OVER, successors.index(me))
     if successors or not (wished or unseated):
-        return Succession(Move.NOTHING)
+        return Succession(TakeoverMove.NOTHING)
     # All members and their node keys must be gone, as the transaction compares.
     if any(node not in gone or node in view.nodes for node in view.in_sync(task)):
-        return Succession(Move.NOTHING)
+        return Succession(TakeoverMove.NOTHING)
     if stateful and view.epoch.record.epoch > 0:
         if view.checkpoint is None or view.checkpoint.record.epoch > view.epoch.record.epoch:
-            return Succession(Move.LOST)
-        return Succession(Move.ROLL_BACK if wished else Move.NOTHING)
-    return Succession(Move.FROM_NOTHING if wished else Move.NOTHING)
+            return Succession(TakeoverMove.LOST)
+        return Succession(TakeoverMove.ROLL_BACK if wished else TakeoverMove.NOTHING)
+    return Succession(TakeoverMove.FROM_NOTHING if wished else TakeoverMove.NOTHING)
 
 
 def find_stranded_task(view: JobView) -> int | None:

@@ -26,9 +26,9 @@ from taskgraph.epoch import AttemptEnded, Epoch, ask_service, reply_future
 from taskgraph.errors import GraphError, PieceFailed
 from taskgraph.graph.values import decode
 from taskgraph.queues.late import PieceWork
-from taskgraph.queues.pieces import PieceEpoch, Result, error_lines, result_of
+from taskgraph.queues.pieces import PieceEpoch, PieceResult, error_lines, result_of
 from taskgraph.queues.plan import DEAL, call_name
-from taskgraph.queues.worker import TaskPieces, Todo
+from taskgraph.queues.worker import PieceToCompute, TaskPieces
 from taskgraph.sources.reading import content_of
 from taskgraph.tables.client import send_held
 
@@ -88,7 +88,7 @@ class MapComputation:
         self.clock = asyncio.get_running_loop().time if it.value_is_async else time.perf_counter
         self.lock = threading.Lock()
         self.asked: Reply | None = None
-        self.at: Todo | None = None
+        self.at: PieceToCompute | None = None
         self.left = False
 
     async def run(self, outs: Outputs) -> None:
@@ -117,7 +117,7 @@ class MapComputation:
         """Runs `function`, which calls user code, until it returns, or until the epoch goes on without it."""
         call = self._work.run_beside(call_name(self.epoch._where, self.epoch.number), function)
         try:
-            seen: Todo | None = None
+            seen: PieceToCompute | None = None
             while not call.done():
                 await asyncio.wait([call], timeout=_LOOK_S)
                 if seen is None or seen is not self.at:
@@ -136,7 +136,7 @@ class MapComputation:
             raise
         call.result()
 
-    async def _wait_out(self, call: asyncio.Task[None], piece: Todo) -> bool:
+    async def _wait_out(self, call: asyncio.Task[None], piece: PieceToCompute) -> bool:
         """Waits for the end of all pieces while the call is at this one. True: they ended, and the call was left."""
         while self.lock.acquire(blocking=False):
             try:
@@ -170,7 +170,7 @@ class MapComputation:
             call.cancel()
         self._work.go_on_without(call)
 
-    def send_ask(self, *, late: Todo | None = None, idle: bool = False) -> Reply:
+    def send_ask(self, *, late: PieceToCompute | None = None, idle: bool = False) -> Reply:
         """Sends the ask that `TaskPieces.ask` makes to the dealer, and returns the reply to wait for."""
         it = self.it
         asked = self.share.ask(self.clock(), late=late, idle=idle)
@@ -189,7 +189,7 @@ class MapComputation:
             raise PieceFailed(what, piece=piece, node=node, traceback=text)
         self.share.take(answer)
 
-    def note_result(self, todo: Todo, result: Result | str, took_s: float, epoch: PieceEpoch) -> None:
+    def note_result(self, todo: PieceToCompute, result: PieceResult | str, took_s: float, epoch: PieceEpoch) -> None:
         """Notes a piece as finished with a result, or as failed with a traceback (text)."""
         if isinstance(result, str):
             self.share.fail(todo, result, took_s)
@@ -236,10 +236,10 @@ async def _compute_async(of: MapComputation, outs: Outputs) -> None:
     await _send_and_put_async(of, outs)
 
 
-def _compute_piece(of: MapComputation, todo: Todo) -> None:
+def _compute_piece(of: MapComputation, todo: PieceToCompute) -> None:
     """Computes one piece, without the lock, and notes its result, unless the epoch went on without the call."""
     began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
-    result: Result | str
+    result: PieceResult | str
     of.at = todo
     of.lock.release()
     try:
@@ -252,10 +252,10 @@ def _compute_piece(of: MapComputation, todo: Todo) -> None:
         of.note_result(todo, result, of.clock() - began, epoch)
 
 
-async def _compute_piece_async(of: MapComputation, todo: Todo) -> None:
+async def _compute_piece_async(of: MapComputation, todo: PieceToCompute) -> None:
     """As `_compute_piece`, if `value` is an `async def`."""
     began, epoch = of.clock(), _piece_epoch(of, of.pieces_work, todo)
-    result: Result | str
+    result: PieceResult | str
     of.at = todo
     of.lock.release()
     try:
@@ -268,13 +268,13 @@ async def _compute_piece_async(of: MapComputation, todo: Todo) -> None:
         of.note_result(todo, result, of.clock() - began, epoch)
 
 
-def _value(it: DeclaredMap, epoch: PieceEpoch, todo: Todo) -> Result:
+def _value(it: DeclaredMap, epoch: PieceEpoch, todo: PieceToCompute) -> PieceResult:
     """Calls the user's `value` with a piece, and returns the result."""
     given, rows = _content(it, epoch, todo)
     return result_of(it.value(epoch, given), rows, epoch, _name_result(it, todo))
 
 
-async def _value_async(it: DeclaredMap, epoch: PieceEpoch, todo: Todo) -> Result:
+async def _value_async(it: DeclaredMap, epoch: PieceEpoch, todo: PieceToCompute) -> PieceResult:
     """As `_value`, if the user's `value` is an `async def`; the piece is read in a thread."""
     found: list[tuple[Any, int]] = []
     if it.source is None:
@@ -285,19 +285,19 @@ async def _value_async(it: DeclaredMap, epoch: PieceEpoch, todo: Todo) -> Result
     return result_of(await it.value(epoch, given), rows, epoch, _name_result(it, todo))
 
 
-def _name_result(it: DeclaredMap, todo: Todo) -> str:
+def _name_result(it: DeclaredMap, todo: PieceToCompute) -> str:
     """Names the result of a piece, for messages."""
     return f"the result of piece {todo.piece} of {it.queue or it.tag!r}"
 
 
-def _piece_epoch(of: MapComputation, work: PieceWork, todo: Todo) -> PieceEpoch:
+def _piece_epoch(of: MapComputation, work: PieceWork, todo: PieceToCompute) -> PieceEpoch:
     """Returns the epoch that user code gets for a piece."""
     it = of.it
     pieces = f"{it.tag}/{work.number}" if it.source is None else f"{it.queue}/{todo.pass_number}"
     return PieceEpoch(cast("Work", work), of.epoch._where, f"piece/{pieces}/{todo.piece}")
 
 
-def _content(it: DeclaredMap, epoch: PieceEpoch, todo: Todo) -> tuple[Any, int]:
+def _content(it: DeclaredMap, epoch: PieceEpoch, todo: PieceToCompute) -> tuple[Any, int]:
     """Returns what user code gets for a piece, and how many rows it has."""
     if it.source is None:
         return it.values[todo.piece], 1
@@ -329,11 +329,11 @@ async def _send_and_put_async(of: MapComputation, outs: Outputs) -> None:
     _put_results(it, share, outs)
 
 
-def _lost_results(share: TaskPieces) -> list[Todo]:
+def _lost_results(share: TaskPieces) -> list[PieceToCompute]:
     """Returns the pieces whose results this task is to put and lacks: an earlier attempt had computed them."""
     assert share.last is not None
     rows = share.last["results"].tolist()
-    return [Todo(row[0], row[1], row[2], 0) for row in rows if row[0] not in share.results]
+    return [PieceToCompute(row[0], row[1], row[2], 0) for row in rows if row[0] not in share.results]
 
 
 def _send_pushes_and_counts(it: DeclaredMap, epoch: Epoch, share: TaskPieces) -> list[Reply]:
@@ -344,7 +344,7 @@ def _send_pushes_and_counts(it: DeclaredMap, epoch: Epoch, share: TaskPieces) ->
     last = share.last
     assert last is not None
     rows: list[tuple[int, int, int]] = last["results"].tolist()
-    found: list[Result] = [share.results[place] for place, *_ in rows]
+    found: list[PieceResult] = [share.results[place] for place, *_ in rows]
     replies: list[Reply] = []
     for (_, pass_number, piece), result in zip(rows, found, strict=True):
         if result.pushes:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.protocol.dealing import ErrorOutcome, PassCounts, QueueLedger, SlowPiece, Ticket
-from taskgraph.queues.plan import Plan
+from taskgraph.queues.plan import EpochPlan
 
 __all__ = ["AsideError", "Dealer"]
 
@@ -34,7 +34,7 @@ AsideError = tuple[str, str]
 """The traceback of a piece that was set aside, and the node that tried it last."""
 
 
-class _Failure(NamedTuple):
+class _FatalPiece(NamedTuple):
     """A piece for which the job fails."""
 
     place: int
@@ -54,14 +54,14 @@ class Dealer:
         rows: the number of rows of finished pieces. Those of a task that died are computed again, and count twice.
     """
 
-    def __init__(self, plan: Plan, term: int, tasks: int) -> None:
+    def __init__(self, plan: EpochPlan, term: int, tasks: int) -> None:
         self._plan = plan
         self._term = term
         self._tasks = tasks
         self._terms: dict[int, int] = {}
         self._mine: dict[int, list[int]] = {}
         self._aside: dict[int, tuple[int | None, AsideError]] = {}  # piece -> the task that sends it on
-        self._failure: _Failure | None = None
+        self._failure: _FatalPiece | None = None
         self.rows = 0
         self.ledger = QueueLedger(
             len(plan.pieces), attempts=plan.attempts, on_error=plan.on_error, straggler=plan.straggler
@@ -132,7 +132,7 @@ class Dealer:
         if verdict is ErrorOutcome.SET_ASIDE:
             self._aside[ticket.piece] = task, (text, node)
         elif verdict is ErrorOutcome.FAIL_JOB:
-            self._failure = _Failure(ticket.piece, text, node)
+            self._failure = _FatalPiece(ticket.piece, text, node)
 
     def _top_up(self, task: int, most: int, now: float) -> list[int]:
         """Deals pieces to a task, so that it has up to `most`. Returns all pieces that it has then."""

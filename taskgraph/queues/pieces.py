@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from taskgraph.epoch import Hold, Reply, To, Work
 
-__all__ = ["KeptResults", "PieceEpoch", "Result", "error_lines", "result_of"]
+__all__ = ["KeptResults", "PieceEpoch", "PieceResult", "error_lines", "result_of"]
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 """Types of values that cannot change: they need no copy."""
 
 
-class Result(NamedTuple):
+class PieceResult(NamedTuple):
     """The result of a piece.
 
     Attributes:
@@ -40,10 +40,10 @@ class Result(NamedTuple):
         return decode(self.value) if type(self.value) is Encoded else self.value
 
 
-def result_of(value: Any, rows: int, epoch: PieceEpoch, what: str) -> Result:
+def result_of(value: Any, rows: int, epoch: PieceEpoch, what: str) -> PieceResult:
     """Returns what `value` returned for a piece as its result. Raises ValueNotEncodable if it cannot travel."""
     kept = value if type(value) in _PLAIN else encode(value, what=what)
-    return Result(kept, rows, tuple(epoch._held_pushes or ()))
+    return PieceResult(kept, rows, tuple(epoch._held_pushes or ()))
 
 
 class PieceEpoch(Epoch):
@@ -102,9 +102,9 @@ class KeptResults:
     """Results of a task's pieces in epochs that are not committed. An attempt that begins again uses them."""
 
     def __init__(self) -> None:
-        self._by: dict[tuple[str, int], dict[int, Result]] = {}
+        self._by: dict[tuple[str, int], dict[int, PieceResult]] = {}
 
-    def of(self, tag: str, epoch: int, committed: int) -> dict[int, Result]:
+    def of(self, tag: str, epoch: int, committed: int) -> dict[int, PieceResult]:
         """Returns place -> result of a map in an epoch, to be read and added to. Forgets what is of no use.
 
         Args:

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from taskgraph.protocol.dealing import QueueLedger
 
-__all__ = ["DEAL", "Plan", "call_name", "plan_of", "plan_of_count", "processor_of"]
+__all__ = ["DEAL", "EpochPlan", "call_name", "plan_of", "plan_of_count", "processor_of"]
 
 DEAL = "taskgraph.deal"
 """The method by which the processors of a map ask their dealer. No handler of a user has such a name, with a dot."""
@@ -27,7 +27,7 @@ def processor_of(call: str) -> str | None:
 _PIECES: Final = ": pieces of epoch "
 
 
-class Plan(NamedTuple):
+class EpochPlan(NamedTuple):
     """What an epoch computes: the same in every attempt, as it depends on the committed ledger alone.
 
     Attributes:
@@ -45,13 +45,13 @@ class Plan(NamedTuple):
     over: bool = True
 
 
-def plan_of_count(count: int, upto: int | None) -> Plan:
+def plan_of_count(count: int, upto: int | None) -> EpochPlan:
     """Returns the plan of `count` values of an epoch's own: the first `upto` of them; None: all."""
     here = count if upto is None else min(count, upto)
-    return Plan([(0, piece) for piece in range(here)], left=count - here, over=here == count)
+    return EpochPlan([(0, piece) for piece in range(here)], left=count - here, over=here == count)
 
 
-def plan_of(ledger: QueueLedger, upto: int | None) -> Plan:
+def plan_of(ledger: QueueLedger, upto: int | None) -> EpochPlan:
     """Returns the plan of an epoch of a queue: the next `upto` pieces; None: the rest of the pass at work."""
     later = QueueLedger.of(ledger.state())
     most = ledger.open_in_pass if upto is None else upto
@@ -59,7 +59,7 @@ def plan_of(ledger: QueueLedger, upto: int | None) -> Plan:
     left = ledger.left - len(tickets)
     over = ledger.over or (ledger.passes is not None and not left)
     options = ledger.options
-    return Plan(
+    return EpochPlan(
         [(ticket.pass_number, ticket.piece) for ticket in tickets],
         options.attempts,
         options.on_error,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.protocol.dealing import QueueLedger
-from taskgraph.queues.plan import Plan, plan_of
+from taskgraph.queues.plan import EpochPlan, plan_of
 from taskgraph.results import SET_ASIDE
 from taskgraph.shape import handles
 from taskgraph.task import Task
@@ -59,7 +59,7 @@ class QueueTask(Task, state=["pieces", "digest", "ledger_state"]):
         assert self.pieces is not None
         return self.begin(self.pieces, seed) if self.ledger_state is None else QueueLedger.of(self.ledger_state)
 
-    def plan(self, upto: int | None, seed: int) -> Plan:
+    def plan(self, upto: int | None, seed: int) -> EpochPlan:
         """Returns the plan of the epoch at work: its next `upto` pieces; None: the rest of the pass."""
         return plan_of(self.ledger(seed), upto)
 

@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from taskgraph.queues.pieces import Result
+from taskgraph.queues.pieces import PieceResult
 
-__all__ = ["TaskPieces", "Todo"]
+__all__ = ["PieceToCompute", "TaskPieces"]
 
 _CHUNK_S: Final = 0.04
 """Work that a task has at a time. An ask costs about a millisecond on both sides."""
@@ -26,7 +26,7 @@ _REPORT_S: Final = 0.1
 """After this time a task says what it has finished, also if it has pieces left: others may wait for that."""
 
 
-class Todo(NamedTuple):
+class PieceToCompute(NamedTuple):
     """A piece to compute: its place in the plan, its pass, its number, and how often it has failed."""
 
     place: int
@@ -48,10 +48,10 @@ class TaskPieces:
         last: the last answer, once all pieces are finished; None before.
     """
 
-    def __init__(self, kept: dict[int, Result], node: str) -> None:
+    def __init__(self, kept: dict[int, PieceResult], node: str) -> None:
         self.results = dict(kept)
         self._kept = kept
-        self.todo: deque[Todo] = deque()
+        self.todo: deque[PieceToCompute] = deque()
         self.last: Mapping[str, Any] | None = None
         self._node = node
         self._known = 0  # the dealer's term
@@ -72,7 +72,7 @@ class TaskPieces:
             return True
         return not self._dry and 2 * len(self.todo) <= self._most_pieces
 
-    def ask(self, now: float, *, late: Todo | None = None, idle: bool = False) -> dict[str, Any]:
+    def ask(self, now: float, *, late: PieceToCompute | None = None, idle: bool = False) -> dict[str, Any]:
         """Returns the next ask, for the dealer: what this task has finished or failed at, and how many pieces it wants.
 
         Args:
@@ -104,12 +104,12 @@ class TaskPieces:
             self.last = answer
             self.todo.clear()
         else:
-            mine = (Todo(*map(int, row)) for row in answer["pieces"])
+            mine = (PieceToCompute(*map(int, row)) for row in answer["pieces"])
             unsaid = {*self._unsaid, *(one[0] for one in self._failed)}
             self.todo = deque(one for one in mine if one.place not in unsaid)
             self._dry = len(self.todo) <= self._had
 
-    def finish(self, place: int, result: Result, took_s: float, *, kept: bool) -> None:
+    def finish(self, place: int, result: PieceResult, took_s: float, *, kept: bool) -> None:
         """Notes a finished piece for the next ask. `kept`: an attempt that begins again may use the result."""
         self.results[place] = result
         if kept and not result.pushes:
@@ -117,7 +117,7 @@ class TaskPieces:
         self._unsaid.append(place)
         self._note_time(took_s)
 
-    def fail(self, todo: Todo, text: str, took_s: float) -> None:
+    def fail(self, todo: PieceToCompute, text: str, took_s: float) -> None:
         """Notes that user code has raised in a piece; the next ask is due now, to tell the dealer."""
         self._failed.append((todo.place, todo.attempt, text, self._node))
         self._asks = True

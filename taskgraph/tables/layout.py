@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from taskgraph.graph.arrays import immutable_copy
 from taskgraph.tables.options import TableOptions
 
-__all__ = ["Layout", "block_of"]
+__all__ = ["SegmentLayout", "block_of"]
 
 Array = NDArray[Any]
 Block = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SegmentLayout:
     """The layout of the segments of one table.
 
     Attributes:
@@ -39,7 +39,7 @@ class Layout:
     row_bytes: int
 
     @classmethod
-    def of(cls, table: TableOptions) -> Layout:
+    def of(cls, table: TableOptions) -> SegmentLayout:
         """Returns the layout of a table."""
         names = sorted(("ids", "rows", *table.rule.slots), key=lambda name: (name not in _COUNTS, name != "rows"))
         fields = {

@@ -23,7 +23,7 @@ from taskgraph.channels import Inputs, Outputs
 from taskgraph.epoch import Epoch, job_seed
 from taskgraph.errors import TableError
 from taskgraph.shape import handles
-from taskgraph.tables.layout import Layout
+from taskgraph.tables.layout import SegmentLayout
 from taskgraph.tables.options import TableOptions
 from taskgraph.tables.rows import Ids, table_seed
 from taskgraph.tables.store import RowStore
@@ -56,7 +56,7 @@ class TableServer(Task):
 
     def restore(self, state: dict[str, Any]) -> None:
         self._table.check_stored(state["table"], self._name)
-        layout = Layout.of(self._table)
+        layout = SegmentLayout.of(self._table)
         self._lr = state["lr"]
         self._store = RowStore(self._table, segments=map(layout.unpack, state["blocks"]))
 

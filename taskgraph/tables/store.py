@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.graph.arrays import INLINE_BYTES
-from taskgraph.tables.layout import Layout, block_of
+from taskgraph.tables.layout import SegmentLayout, block_of
 from taskgraph.tables.merging import server_of, sum_by_id
 from taskgraph.tables.options import TableOptions
 from taskgraph.tables.rows import Ids
@@ -53,7 +53,7 @@ class RowStore:
         """
         self.table = table
         self.seed = seed
-        self._layout = Layout.of(table)
+        self._layout = SegmentLayout.of(table)
         self._segments: list[Segment] = []
         self._ids: Ids = np.zeros(0, np.int64)
         """All ids of the store, ascending."""
@@ -79,7 +79,7 @@ class RowStore:
 
     @property
     def blocks(self) -> list[NDArray[np.uint8]]:
-        """The log as blocks of bytes, oldest first, for a snapshot; they never change. See `Layout.unpack`."""
+        """The log as blocks of bytes, oldest first, for a snapshot; they never change. See `SegmentLayout.unpack`."""
         return [block_of(segment) for segment in self._segments]
 
     def fork(self) -> RowStore:
@@ -221,4 +221,4 @@ def store_of(captured: Mapping[str, Any]) -> RowStore:
     """
     width, dtype, optimizer = captured["table"]
     table = TableOptions(width, dtype=dtype, optimizer=optimizer)
-    return RowStore(table, segments=map(Layout.of(table).unpack, captured["blocks"]))
+    return RowStore(table, segments=map(SegmentLayout.of(table).unpack, captured["blocks"]))

@@ -17,7 +17,7 @@ from taskgraph.graph.sums import Sums
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.variables import digests_of_plain
 
-__all__ = ["Comparison", "Record", "format_differing", "value_digests"]
+__all__ = ["OneWorkerRecord", "WorkerChecks", "format_differing", "value_digests"]
 
 _NAMED = 3
 """The most differing names in a message."""
@@ -27,7 +27,7 @@ _EQUAL_START_ADVICE = (
 )
 
 
-class Record:
+class OneWorkerRecord:
     """What one worker alone computed.
 
     Attributes:
@@ -56,13 +56,13 @@ class Record:
         self.steps = round_id.step + 1
 
 
-class Comparison:
+class WorkerChecks:
     """Compares one worker with the record.
 
     The methods `check_...` raise StateError if a value differs, StepError if the worker takes other steps or rounds.
     """
 
-    def __init__(self, record: Record, worker: str) -> None:
+    def __init__(self, record: OneWorkerRecord, worker: str) -> None:
         self._record = record
         self._worker = worker
         self._joined: int | None = None  # the step before which it began with a copied state

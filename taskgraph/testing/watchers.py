@@ -16,7 +16,7 @@ from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.sums import Sums
 from taskgraph.jobs import ElasticCall
 from taskgraph.protocol.messages import Encoded
-from taskgraph.testing.compared import Comparison, Record, format_differing, value_digests
+from taskgraph.testing.compared import OneWorkerRecord, WorkerChecks, format_differing, value_digests
 from taskgraph.testing.means import MeansCheck
 from taskgraph.testing.scene import Scene
 from taskgraph.testing.variables import digests_of_plain, variables_of
@@ -109,7 +109,7 @@ class Watcher:
 class Recorder(Watcher):
     """Records what one worker alone computes. Checks also that no mean is summed, and no sum averaged."""
 
-    def __init__(self, record: Record, scene: Scene, run: Run, code: CodeType) -> None:
+    def __init__(self, record: OneWorkerRecord, scene: Scene, run: Run, code: CodeType) -> None:
         super().__init__(scene, run, code)
         self._record = record
         self._means = MeansCheck()
@@ -172,9 +172,9 @@ class Recorder(Watcher):
 class Comparer(Watcher):
     """Compares what a worker computes with the record of one worker alone."""
 
-    def __init__(self, record: Record, scene: Scene, run: Run, code: CodeType) -> None:
+    def __init__(self, record: OneWorkerRecord, scene: Scene, run: Run, code: CodeType) -> None:
         super().__init__(scene, run, code)
-        self._comparison = Comparison(record, run.worker)
+        self._comparison = WorkerChecks(record, run.worker)
 
     def on_copied_state(self, step: int) -> None:
         self._comparison.note_joined(step)

@@ -18,7 +18,7 @@ from taskgraph.errors import JobError
 from taskgraph.jobs import Job
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.results import JobResult
-from taskgraph.testing.compared import Record
+from taskgraph.testing.compared import OneWorkerRecord
 from taskgraph.testing.limited import LimitedRun
 from taskgraph.testing.scene import Scene
 from taskgraph.testing.threads import LockStepThreads
@@ -69,7 +69,7 @@ class WorkersRun(LimitedRun):
     async def run_job(self, nodes: int) -> JobResult:
         if not self._strict:
             return await self._run(self._job, nodes, self._new_scene(self._kills, churn=False), Watcher)
-        record = Record()
+        record = OneWorkerRecord()
         alone = dataclasses.replace(self._job, min_nodes=1, checkpoint=None)
         scene = self._new_scene({}, churn=False)
         await self._run(alone, 1, scene, functools.partial(Recorder, record))

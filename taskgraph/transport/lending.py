@@ -1,6 +1,6 @@
 """Lending memory: large values between processes of one host, without a copy.
 
-In place of a lent buffer, a message has a `Reference`: how to open the memory, and the number of the *lease*.
+In place of a lent buffer, a message has a `MemoryReference`: how to open the memory, and the number of the *lease*.
 
     lease       next       by
     lent        returned   the last view in the borrower is garbage (exactly once)
@@ -26,14 +26,14 @@ import numpy as np
 from taskgraph.errors import DecodeError
 from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.transport.frames import MAX_LENT
-from taskgraph.transport.mappings import CannotBorrow, Loan, Mappings, Reference
+from taskgraph.transport.mappings import CannotBorrow, Loan, Mappings, MemoryReference
 from taskgraph.transport.regions import Region
 from taskgraph.transport.segments import LEAST_BYTES
 
 __all__ = ["Borrowing", "Lending"]
 
 _new: Final = tuple.__new__
-"""Makes a `Reference`. Faster than its constructor, which is Python code."""
+"""Makes a `MemoryReference`. Faster than its constructor, which is Python code."""
 
 _MAX_LEASES: Final = 1 << 16
 """Open leases of a session; further values are sent."""
@@ -89,7 +89,7 @@ class Lending:
         block = block_behind(buffer)
         if block is None:
             return b""
-        origin: Any = block.origin  # a `Use` or a `Loan`
+        origin: Any = block.origin  # a `SegmentUse` or a `Loan`
         region: Region | None = origin.region
         lent = self._lent
         if region is None or region.fd < 0 or len(lent) >= _MAX_LEASES:
@@ -167,7 +167,7 @@ class Borrowing:
         self._pid = pid
         self._mappings = mappings
 
-    def read(self, header: bytes, lengths: Sequence[int]) -> tuple[list[Reference], bytes]:
+    def read(self, header: bytes, lengths: Sequence[int]) -> tuple[list[MemoryReference], bytes]:
         """Splits a header into the references in front of it, one for each of `lengths`, and the rest.
 
         Args:
@@ -187,16 +187,16 @@ class Borrowing:
         pairs = zip(_REFERENCE.iter_unpack(header[:rest]), lengths, strict=True)
         return [self._make_reference(fields, length) for fields, length in pairs], header[rest:]
 
-    def _make_reference(self, fields: tuple[int, ...], length: int) -> Reference:
+    def _make_reference(self, fields: tuple[int, ...], length: int) -> MemoryReference:
         """Checks the fields of a reference, and makes it. Raises DecodeError if a number is out of bounds."""
         lease, _, _, size, offset, _ = fields
         if not 0 < lease < _SPOILED:  # in any order, since small messages overtake large ones
             raise DecodeError(f"lease {lease}")
         if not 0 < length <= size <= _MAX_SIZE or offset > size - length:
             raise DecodeError(f"a reference to {length} bytes at {offset} of {size}")
-        return _new(Reference, (*fields, length))
+        return _new(MemoryReference, (*fields, length))
 
-    def take(self, references: Sequence[Reference]) -> tuple[memoryview, ...]:
+    def take(self, references: Sequence[MemoryReference]) -> tuple[memoryview, ...]:
         """Maps the memory of references, read-only, and returns it. If one cannot be mapped, gives all leases back and
         raises CannotBorrow.
         """
@@ -212,7 +212,7 @@ class Borrowing:
                 raise
         return tuple(buffers)
 
-    def return_unopened(self, references: Sequence[Reference]) -> None:
+    def return_unopened(self, references: Sequence[MemoryReference]) -> None:
         """Gives leases back to the lender without opening the memory."""
         self._to_return.extend(reference.lease for reference in references)
         self._flush_soon()

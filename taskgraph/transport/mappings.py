@@ -21,7 +21,7 @@ from taskgraph.graph.blocks import Block, Finalizer
 from taskgraph.transport.pages import address_of, map_shared
 from taskgraph.transport.regions import NAME, Region
 
-__all__ = ["CannotBorrow", "Loan", "Mappings", "Reference"]
+__all__ = ["CannotBorrow", "Loan", "Mappings", "MemoryReference"]
 
 _IDLE_S: Final = 15.0
 """Time that a mapping waits for the next loan. Longer than a segment waits for its next value."""
@@ -29,7 +29,7 @@ _PASSING_ERRORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN
 _SEAL: Final = getattr(fcntl, "F_SEAL_SHRINK", 0)
 
 
-class Reference(NamedTuple):
+class MemoryReference(NamedTuple):
     """A piece of the memory of a peer, as the peer describes it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Loan(Finalizer[Block]):
     It can be lent to a third process, since its region is open here, too.
 
     Attributes:
-        lease, length, offset: as in its `Reference`.
+        lease, length, offset: as in its `MemoryReference`.
         loans: the open loans of the same memory, including this one.
         spoiled: a process may read it for ever.
     """
@@ -113,7 +113,7 @@ class Mappings:
     def __len__(self) -> int:
         return len(self._known)
 
-    def borrow(self, pid: int, reference: Reference, ended: Callable[[Loan], object]) -> Block:
+    def borrow(self, pid: int, reference: MemoryReference, ended: Callable[[Loan], object]) -> Block:
         """Maps a piece of memory of another process, read-only; returns it as a block.
 
         Args:
@@ -162,7 +162,7 @@ class Mappings:
         self._known.clear()
 
 
-def _open(pid: int, reference: Reference) -> _Mapping:
+def _open(pid: int, reference: MemoryReference) -> _Mapping:
     """Opens and maps the memory of a reference, after all checks. Raises CannotBorrow."""
     path = f"/proc/{pid}/fd/{reference.fd}"
     try:

@@ -3,7 +3,7 @@
     state                  buffer holds              next step
     between frames         less than a head          wait for HEAD_BYTES
     between frames         a complete small message  take it at once (most messages)
-    head read              sizes and header          `on_open` or `on_control`
+    head read              sizes and header          `on_message_begin` or `on_control`
     in a body              a part of a payload       copy it to its place, until the body ends
 
 The caller asks `buffer()` where to put the next bytes, then calls `parse_received(n)`. Large buffers are received where
@@ -49,12 +49,12 @@ class FrameReader:
 
     Args:
         limits: the largest sizes; may be replaced between two frames.
-        on_open: called with the head of a CALL, TELL or REPLY, the sizes of its buffers and its header. Returns the
-            `IncomingMessage` for the payload, or None to skip the payload. May raise DecodeError.
+        on_message_begin: called with the head of a CALL, TELL or REPLY, the sizes of its buffers and its header.
+            Returns the `IncomingMessage` for the payload, or None to skip the payload. May raise DecodeError.
         on_complete: called with an `IncomingMessage` that has its whole payload.
         on_whole: called with (kind, call, sizes, header, meta, carried) of a frame that is a complete message, in place
-            of `on_open` and `on_complete`. The buffers of its value are either all lent, or consecutive in `carried`.
-            May raise DecodeError.
+            of `on_message_begin` and `on_complete`. The buffers of its value are either all lent, or consecutive in
+            `carried`. May raise DecodeError.
         on_control: called with (head, header) of all other frames, except chunks.
         failed: called with an error in `parse_received`; None: `parse_received` raises it.
 
@@ -67,7 +67,7 @@ class FrameReader:
         self,
         limits: Limits,
         *,
-        on_open: Callable[[Head, tuple[int, ...], bytes], IncomingMessage | None],
+        on_message_begin: Callable[[Head, tuple[int, ...], bytes], IncomingMessage | None],
         on_complete: Callable[[IncomingMessage], None],
         on_whole: Callable[[FrameKind, int, tuple[int, ...], bytes, bytes, bytes], None],
         on_control: Callable[[Head, bytes], None],
@@ -76,7 +76,7 @@ class FrameReader:
         self.limits = limits
         self.checked = False
         self._whole: dict[int, FrameKind] = {}
-        self._on_open = on_open
+        self._on_message_begin = on_message_begin
         self._on_complete = on_complete
         self._on_whole = on_whole
         self._on_control = on_control
@@ -282,7 +282,7 @@ class FrameReader:
                 raise DecodeError(f"sizes that make {carried} bytes in a payload of {head.payload}")
             if head.call in self._partial:
                 raise DecodeError(f"call {head.call} is opened twice")
-            incoming = self._on_open(head, sizes, header)
+            incoming = self._on_message_begin(head, sizes, header)
             if incoming is not None and not self._stopped:
                 self._partial[head.call] = incoming
             self._sink, self._body = incoming, head.body

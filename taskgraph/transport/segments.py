@@ -5,7 +5,7 @@ New memory fills at about 1 GB/s, used memory ten to twenty times as fast. So la
     segment     next        by
     idle        used        `Pool.allocate`
     used        idle        its block is garbage: no encoded value, view or lease refers to it
-    used        spoiled     a peer may read it for ever (`Use.spoil`)
+    used        spoiled     a peer may read it for ever (`SegmentUse.spoil`)
     idle        closed      it was idle for long, the pool has too much idle memory, or its arena is retired
 
 1. A segment takes another value only if no process reads it. A spoiled segment is never written again.
@@ -39,7 +39,7 @@ from taskgraph.graph.blocks import Block, Finalizer
 from taskgraph.transport.pages import address_of, huge_page_bytes, map_shared, move_to_huge_pages, release_pages
 from taskgraph.transport.regions import NAME, Region
 
-__all__ = ["LEAST_BYTES", "Pool", "Use"]
+__all__ = ["LEAST_BYTES", "Pool", "SegmentUse"]
 
 log = logging.getLogger("taskgraph.transport")
 
@@ -162,7 +162,7 @@ def _make_anonymous_memory() -> int:
         return os.memfd_create(NAME, flags)
 
 
-class Use(Finalizer[Block]):
+class SegmentUse(Finalizer[Block]):
     """One use of a segment: the `origin` of its block, called when the block is garbage.
 
     Attributes:
@@ -211,8 +211,8 @@ class Pool:
         self._shared = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
         self._idle: list[_ArenaSegment] = []  # the last used one is last, and likely in the cache
         self._idle_bytes = 0
-        self._used: set[Use] = set()
-        self._garbage: deque[Use] = deque()
+        self._used: set[SegmentUse] = set()
+        self._garbage: deque[SegmentUse] = deque()
         self._note_garbage = self._garbage.append  # may run anywhere, also while this thread has the lock
         self._arena: _Arena | None = None  # new small segments are cut from it
         self._cut_at = 0.0
@@ -244,7 +244,7 @@ class Pool:
                 return None
             arena = segment.arena
             block = Block((nbytes,), np.uint8, segment.memory)
-            block.origin = use = Use(block, self._note_garbage)
+            block.origin = use = SegmentUse(block, self._note_garbage)
             use.segment, use.region, use.offset = segment, arena.region, segment.offset
             use.locked = segment.pin is not None
             self._used.add(use)
@@ -287,7 +287,7 @@ class Pool:
             return None
 
     def _cut(self, size: int) -> _ArenaSegment:
-        """Makes a segment. Segments smaller than a huge page share an arena."""
+        """Makes a segment: in an arena that small ones share; from a huge page on, in its own. Raises as `_Arena`."""
         huge = huge_page_bytes() if self._shared else 0
         if size >= huge:
             return _ArenaSegment(_Arena(size, shared=self._shared), size)

@@ -10,8 +10,8 @@ own. So call ids have one author.
                 ended                   the connection breaks; a frame cannot be read; a value is damaged
     ended       -                       `why` keeps the first reason
 
-It calls `Owner.on_connected`, `on_opened`, `on_ended` and `on_disconnected` once each at most. `sides` has both kinds
-of session.
+It calls `SessionOwner.on_connected`, `on_opened`, `on_ended` and `on_disconnected` once each at most. `sides` has both
+kinds of session.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from taskgraph.transport.frames import (
 from taskgraph.transport.hello import HELLO_LIMITS, DiallerHello, HelloRefused, ListenerHello, refusal
 from taskgraph.transport.incoming import Digesting, IncomingMessage
 from taskgraph.transport.lending import Borrowing, Lending
-from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
+from taskgraph.transport.mappings import CannotBorrow, Mappings, MemoryReference
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
 
-__all__ = ["VERIFY_AT_ONCE_BYTES", "Owner", "Session", "call_on_loop_soon", "split_buffers"]
+__all__ = ["VERIFY_AT_ONCE_BYTES", "Session", "SessionOwner", "call_on_loop_soon", "split_buffers"]
 
 log = logging.getLogger("taskgraph.transport")
 
@@ -63,7 +63,7 @@ _WRITE_BUFFER_BYTES = 256 << 10
 VERIFY_AT_ONCE_BYTES = 4 << 20
 
 
-class Owner(Protocol):
+class SessionOwner(Protocol):
     """The transport of a session, as the session sees it."""
 
     tasks: OwnedTasks
@@ -127,7 +127,7 @@ class Session(asyncio.BufferedProtocol):
     get_buffer: Callable[[int], memoryview]  # type: ignore[assignment]  # the argument has another name
     buffer_updated: Callable[[int], None]  # type: ignore[assignment]
 
-    def __init__(self, owner: Owner, hello: DiallerHello | ListenerHello, *, hello_s: float) -> None:
+    def __init__(self, owner: SessionOwner, hello: DiallerHello | ListenerHello, *, hello_s: float) -> None:
         self._owner = owner
         self._hello = hello
         self._hello_s = hello_s
@@ -143,7 +143,7 @@ class Session(asyncio.BufferedProtocol):
         )
         self._reader = FrameReader(
             HELLO_LIMITS,
-            on_open=self._on_open,
+            on_message_begin=self._on_message_begin,
             on_complete=self._on_complete,
             on_whole=self._on_whole,
             on_control=self._on_control,
@@ -302,7 +302,7 @@ class Session(asyncio.BufferedProtocol):
         if self.open:
             self._outbox.send(FrameKind.RETURN, header=leases)
 
-    def _on_open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> IncomingMessage | None:
+    def _on_message_begin(self, head: Head, sizes: tuple[int, ...], header: bytes) -> IncomingMessage | None:
         """Begins to receive a message of several frames; returns the `IncomingMessage`, or None to skip its payload."""
         if not self._hello.done:
             raise DecodeError(f"a {head.kind.name} before the hello")
@@ -339,7 +339,7 @@ class Session(asyncio.BufferedProtocol):
     def _on_whole(
         self, kind: FrameKind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes
     ) -> None:
-        """Takes a frame with a complete message: `_on_open` and `_on_complete` in one.
+        """Takes a frame with a complete message: `_on_message_begin` and `_on_complete` in one.
 
         The buffers of the value, if any, are either all lent or all in `carried`.
         """
@@ -348,7 +348,7 @@ class Session(asyncio.BufferedProtocol):
                 raise DecodeError("a RETURN frame with a payload")
             self._lending.take_returned(header)
             return
-        references: Sequence[Reference] | None = None
+        references: Sequence[MemoryReference] | None = None
         if sizes and (first := sizes[0] ^ LENT) < LENT:
             lengths = (first,) if len(sizes) == 1 else (*map(LENT.__xor__, sizes),)
             references, header = self._borrowing.read(header, lengths)

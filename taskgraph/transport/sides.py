@@ -20,7 +20,7 @@ from taskgraph.transport.frames import FrameKind, Head
 from taskgraph.transport.hello import DiallerHello, ListenerHello
 from taskgraph.transport.incoming import IncomingMessage
 from taskgraph.transport.mappings import CannotBorrow
-from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session, call_on_loop_soon
+from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Session, SessionOwner, call_on_loop_soon
 from taskgraph.transport.wire import REPLY_OF
 
 __all__ = ["AcceptedSession", "DialledSession"]
@@ -64,7 +64,7 @@ class DialledSession(Session):
 
     _opening_kinds = (FrameKind.REPLY, FrameKind.REPLY_ON_DEVICE)
 
-    def __init__(self, owner: Owner, hello: DiallerHello, *, wanted: str, hello_s: float) -> None:
+    def __init__(self, owner: SessionOwner, hello: DiallerHello, *, wanted: str, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
         self.wanted = wanted  # the node to be called; another node may listen there now
         self._pending: dict[int, _PendingCall] = {}
@@ -295,7 +295,7 @@ class AcceptedSession(Session):
 
     _opening_kinds = (FrameKind.CALL, FrameKind.TELL)
 
-    def __init__(self, owner: Owner, hello: ListenerHello, *, hello_s: float) -> None:
+    def __init__(self, owner: SessionOwner, hello: ListenerHello, *, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
         # Number of a call -> the task or the pending reply; None while the call is received.
         self._calls: dict[int, asyncio.Future[Any] | PendingReply | None] = {}

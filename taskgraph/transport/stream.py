@@ -113,7 +113,7 @@ class _DialProgress:
         return f"{self.endpoint}: {self.awaited.value.format(f'{limit_s:g} s')}"
 
 
-class _BrokeInHello(PeerLost):
+class _LostInHello(PeerLost):
     """The connection broke during the hello."""
 
 
@@ -486,7 +486,7 @@ class StreamTransport:
         for pause_s in _DIAL_AGAIN_S:
             try:
                 return await self._dial_endpoint(peer, endpoint, progress, probe=probe)
-            except _BrokeInHello:
+            except _LostInHello:
                 await asyncio.sleep(pause_s)
         return await self._dial_endpoint(peer, endpoint, progress, probe=probe)
 
@@ -498,14 +498,14 @@ class StreamTransport:
         Raises:
             PeerGone: the port refuses, or another node listens there.
             PeerLost: no connection came about in time.
-            _BrokeInHello: the connection broke before the hello was over.
+            _LostInHello: the connection broke before the hello was over.
         """
         loop = asyncio.get_running_loop()
         try:
             sock = await endpoints.connect(endpoint, self._settings)
         except PeerLost as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in _CLOSED_ERRORS:
-                raise _BrokeInHello(str(error)) from error
+                raise _LostInHello(str(error)) from error
             raise
         hello = DiallerHello(self._token, self._job, self._node, probe=probe)
         session = DialledSession(self, hello, wanted=peer.node, hello_s=self._settings.connect_s)
@@ -538,13 +538,13 @@ class StreamTransport:
                 hint = " (it may not accept our certificate: see its log)"
             elif self._tls is None and endpoint.startswith("tcp:"):
                 hint = " (perhaps it speaks TLS only: give --tls)"
-            raise _BrokeInHello(f"{endpoint}: {error}{hint}") from error
+            raise _LostInHello(f"{endpoint}: {error}{hint}") from error
         except OSError as error:
             sock.close()
             why = str(error)
             if self._tls is not None and endpoint.startswith("tcp:"):
                 why = f"no TLS handshake: {why or 'its end closed the connection: was it started without TLS (--tls)?'}"
-            lost = _BrokeInHello if error.errno == errno.ENOTCONN else PeerLost
+            lost = _LostInHello if error.errno == errno.ENOTCONN else PeerLost
             raise lost(f"{endpoint}: {why}{advice(error)}") from error
         except BaseException:
             session.abort()

@@ -18,7 +18,7 @@ from processes_kit import becomes
 import taskgraph as tg
 from taskgraph.driver.loading import load_driver
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.supervise import Hooks
+from taskgraph.launch.supervise import FrontEndHooks
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import cancel_and_wait
 
@@ -84,7 +84,7 @@ class Replacing:
     def __init__(self, job: tg.Job, nodes: int) -> None:
         self.nodes: LocalNodes | None = None
         self.view: Callable[[], JobView] | None = None
-        hooks = Hooks(on_start=self._on_start)
+        hooks = FrontEndHooks(on_start=self._on_start)
         self.work = asyncio.ensure_future(tg.arun(job, nodes=nodes, replace=True, timeout_s=2 * LIMIT_S, hooks=hooks))
 
     async def __aenter__(self) -> Replacing:

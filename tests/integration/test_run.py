@@ -26,7 +26,7 @@ from taskgraph.driver.spec import JobSpec
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import Runtime
-from taskgraph.launch.supervise import Hooks
+from taskgraph.launch.supervise import FrontEndHooks
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 
@@ -159,7 +159,7 @@ async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> No
         pids.extend(nodes.pids().values())
 
     job = sums(pause_at=1, gate="/nowhere")
-    running = asyncio.ensure_future(tg.arun(job, nodes=2, hooks=Hooks(on_event, on_start)))
+    running = asyncio.ensure_future(tg.arun(job, nodes=2, hooks=FrontEndHooks(on_event, on_start)))
     async with asyncio.timeout(100):
         await began.wait()
     assert len(pids) == 2 and runtime.find("sums") is not None
@@ -186,7 +186,7 @@ async def test_failed_cleanup_costs_no_result(runtime: Runtime, caplog: pytest.L
         monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", "/nowhere")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        result = await tg.arun(sums(), nodes=1, timeout_s=100, hooks=Hooks(on_start=on_start))
+        result = await tg.arun(sums(), nodes=1, timeout_s=100, hooks=FrontEndHooks(on_start=on_start))
     assert result.value == VALUES
     told = [record.message for record in caplog.records if "cannot be removed" in record.message]
     assert len(told) == 1 and ".json cannot be removed" in told[0]
@@ -212,7 +212,7 @@ async def test_job_survives_removed_sockets(runtime: Runtime, tmp_path: Path) ->
                 (tmp_path / "gate").touch()
 
     job = sums(pause_at=3, gate=str(tmp_path / "gate"))
-    result = await tg.arun(job, nodes=3, timeout_s=100, hooks=Hooks(on_event, on_start))
+    result = await tg.arun(job, nodes=3, timeout_s=100, hooks=FrontEndHooks(on_event, on_start))
     assert result.value == VALUES and result.failovers > 0
     assert sorted(told) == ["n1", "n2", "n3"]
 
@@ -262,7 +262,7 @@ async def test_result_of_a_running_job_is_an_error(embedded_etcd: EmbeddedEtcd, 
         if event.kind == "began":
             began.set()
 
-    job, hooks = sums(pause_at=3, gate=str(gate)), Hooks(on_event)
+    job, hooks = sums(pause_at=3, gate=str(gate)), FrontEndHooks(on_event)
     running = asyncio.ensure_future(
         tg.arun(job, nodes=1, etcd=embedded_etcd.endpoint, name="more", timeout_s=100, hooks=hooks)
     )

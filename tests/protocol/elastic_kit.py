@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from taskgraph.protocol.elastic import actions as core
 from taskgraph.protocol.elastic.actions import Contribution
 from taskgraph.protocol.elastic.tree import Span, cover, halves
-from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.views import View, ViewEntry
 from taskgraph.protocol.elastic.worker import Phase, Worker
 
 NEWCOMERS_PROPOSE = False
@@ -93,7 +93,7 @@ class World:
         self.slow = {name: self.rng.choice((0.1, 1.0, 1.0)) for name in "ABCDEFGH"}
         self.steps, self.parts = steps, parts
         self.deaths, self.exclusions, self.joins = deaths, exclusions, joins
-        self.view = View(0, 0, tuple(Entry(name, 0) for name in "ABCDEFGH"[:workers]))
+        self.view = View(0, 0, tuple(ViewEntry(name, 0) for name in "ABCDEFGH"[:workers]))
         self.peers: dict[str, Peer] = {}
         self.net: list[Message] = []
         self.out: dict[int, str] = {}

@@ -22,7 +22,7 @@ from taskgraph.protocol.commit import Commit, Leader, Restart
 from taskgraph.protocol.insync import InSyncSet, MemberState
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.records import GoneRecord, MemberRecord
-from taskgraph.protocol.takeover import Move, succession
+from taskgraph.protocol.takeover import TakeoverMove, succession
 
 __all__ = ["Decision", "Plants", "Steps"]
 
@@ -351,7 +351,7 @@ class Steps:
 
     def take_over(self, node: int, task: int, view: int) -> tuple[int, int] | None:
         """A member's decision, and whom it means to replace. Anyone may be suspected; who is gone is what etcd says."""
-        if self._succession(node, task, view) is not Move.TAKE_OVER:
+        if self._succession(node, task, view) is not TakeoverMove.TAKE_OVER:
             return None
         seen = self.etcd(view).view
         primary = seen.primary_node(task)
@@ -360,7 +360,7 @@ class Steps:
         return self.decisions.number(Decision(txn)), self.names.index(primary)
 
     def take_over_from_nothing(self, node: int, task: int, view: int) -> tuple[int, int] | None:
-        if self._succession(node, task, view) is not Move.FROM_NOTHING:
+        if self._succession(node, task, view) is not TakeoverMove.FROM_NOTHING:
             return None
         seen = self.etcd(view).view
         primary = seen.primary_node(task)
@@ -368,7 +368,7 @@ class Steps:
         txn = transactions.take_over_from_nothing(seen, task, self.names[node], 1, stateful=True, writer="")
         return self.decisions.number(Decision(txn)), self.names.index(primary)
 
-    def _succession(self, node: int, task: int, view: int) -> Move:
+    def _succession(self, node: int, task: int, view: int) -> TakeoverMove:
         seen = self.etcd(view).view
         primary = seen.primary_node(task)
         suspects = {primary} - {None, self.names[node]}

@@ -13,7 +13,7 @@ from taskgraph.protocol.checkpointing import CheckpointCollector, files_needed, 
 from taskgraph.protocol.kv import Txn
 from taskgraph.protocol.messages import Stamp, WrittenFile
 from taskgraph.protocol.records import CheckpointRecord, JobStatus, MemberRecord, StatusRecord
-from taskgraph.protocol.takeover import Move, succession
+from taskgraph.protocol.takeover import TakeoverMove, succession
 from taskgraph.protocol.view import JobView
 
 
@@ -477,17 +477,17 @@ def test_roll_back_may_use_an_earlier_checkpoint(world: World) -> None:
     assert (view.checkpoint.record.name, view.stamp) == ("c3", Stamp(2, 3))
 
 
-def decide(view: JobView, *, stateful: bool = True, wished: bool = True) -> Move:
+def decide(view: JobView, *, stateful: bool = True, wished: bool = True) -> TakeoverMove:
     return succession(view, 1, "c", suspects=set("ab"), gone=set("ab"), wished=wished, stateful=stateful).move
 
 
 def test_wished_node_rolls_back(world: World) -> None:
     advance(world, record(3))
-    assert decide(world.view()) is Move.NOTHING
+    assert decide(world.view()) is TakeoverMove.NOTHING
     lose_everybody(world)
-    assert decide(world.view()) is Move.ROLL_BACK
-    assert decide(world.view(), wished=False) is Move.NOTHING
-    assert decide(world.view(), stateful=False) is Move.FROM_NOTHING
+    assert decide(world.view()) is TakeoverMove.ROLL_BACK
+    assert decide(world.view(), wished=False) is TakeoverMove.NOTHING
+    assert decide(world.view(), stateful=False) is TakeoverMove.FROM_NOTHING
 
 
 def test_undone_eviction_makes_no_heir(world: World) -> None:

@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taskgraph.protocol.cycles import Edge, describe_cycle, describe_waits, find_cycle
+from taskgraph.protocol.cycles import WaitEdge, describe_cycle, describe_waits, find_cycle
 from taskgraph.protocol.messages import Wait
 
 Provides = tuple[tuple[str, int], ...]
@@ -29,7 +29,7 @@ def running(processor: str, task: int, provides: Provides = ()) -> Wait:
     return Wait(processor, "running", task, processor, 1.0, provides)
 
 
-def check(cycle: list[Edge] | None) -> list[Edge]:
+def check(cycle: list[WaitEdge] | None) -> list[WaitEdge]:
     assert cycle
     for edge, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         assert (edge.next_task, edge.next_processor) == (after.task, after.processor)
@@ -71,7 +71,7 @@ def test_cycle_that_no_order_resolves_has_another_way_out() -> None:
 
 def test_processor_may_wait_for_itself() -> None:
     waits = {3: [item("loop", "x", 3, provides=(("x", 3),))]}
-    assert check(find_cycle(waits)) == [Edge(3, "loop", "item", "x", 3, "loop")]
+    assert check(find_cycle(waits)) == [WaitEdge(3, "loop", "item", "x", 3, "loop")]
 
 
 def test_running_processor_ends_no_cycle() -> None:

@@ -17,7 +17,7 @@ from taskgraph.protocol.elastic.succession import (
     must_go_on_alone,
     next_view,
 )
-from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.views import View, ViewEntry
 from taskgraph.protocol.elastic.worker import Worker
 from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord
@@ -61,14 +61,14 @@ def test_most_senior_node_proposes_the_first_view() -> None:
     world = World("b", "a")
     assert first_view(world.view(), "a", run=RUN, fewest=2) is None
     assert first_view(world.view(), "b", run=RUN, fewest=3) is None
-    assert first_view(world.view(), "b", run=RUN, fewest=2) == View(0, 0, (Entry("b", 0), Entry("a", 0)))
+    assert first_view(world.view(), "b", run=RUN, fewest=2) == View(0, 0, (ViewEntry("b", 0), ViewEntry("a", 0)))
 
 
 def test_first_view_has_living_nodes_of_the_run_alone() -> None:
     world = World("a", "b", "c")
     world.die("a")
     world.run(Txn(success=(Put(world.keys.node("z"), node_record("z", run="run-0").to_bytes()),)))
-    assert first_view(world.view(), "b", run=RUN, fewest=1) == View(0, 0, (Entry("b", 0), Entry("c", 0)))
+    assert first_view(world.view(), "b", run=RUN, fewest=1) == View(0, 0, (ViewEntry("b", 0), ViewEntry("c", 0)))
 
 
 def test_nothing_follows_while_all_are_well() -> None:
@@ -82,7 +82,7 @@ def test_lost_worker_is_left_out(why: str) -> None:
     world = begun("a", "b", "c")
     core = whole(world, "c")
     view = follows(world, "c", core, **{why: "b"})
-    assert view == View(1, 0, (Entry("a", 0), Entry("c", 0)))
+    assert view == View(1, 0, (ViewEntry("a", 0), ViewEntry("c", 0)))
 
 
 def test_outvoted_worker_proposes_nothing() -> None:
@@ -93,23 +93,23 @@ def test_outvoted_worker_proposes_nothing() -> None:
 def test_worker_that_has_not_read_the_view_proposes_nothing() -> None:
     world = begun("a", "b", "c")
     core = whole(world, "a")
-    assert put(world, View(1, 0, (Entry("a", 0), Entry("b", 0))), "a")
+    assert put(world, View(1, 0, (ViewEntry("a", 0), ViewEntry("b", 0))), "a")
     assert follows(world, "a", core, gone="b") is None
 
 
 def test_newcomer_leaves_out_only_those_that_are_gone() -> None:
     world = begun("a", "b", "c")
-    assert put(world, View(1, 0, (Entry("a", 0), Entry("b", 0), Entry("c", 1))), "a")
+    assert put(world, View(1, 0, (ViewEntry("a", 0), ViewEntry("b", 0), ViewEntry("c", 1))), "a")
     core = whole(world, "c", since=1)
     core.whole = False
     assert follows(world, "c", core, suspects="a") is None
-    assert follows(world, "c", core, gone="a") == View(2, 0, (Entry("b", 0), Entry("c", 1)))
+    assert follows(world, "c", core, gone="a") == View(2, 0, (ViewEntry("b", 0), ViewEntry("c", 1)))
 
 
 def test_worker_outside_leaves_out_its_earlier_entry() -> None:
     world = begun("a", "b")
     core = whole(world, "a", since=5)
-    assert follows(world, "a", core, gone="b") == View(1, 0, (Entry("b", 0),))
+    assert follows(world, "a", core, gone="b") == View(1, 0, (ViewEntry("b", 0),))
 
 
 def test_draining_workers_leave_unless_all_do() -> None:
@@ -149,19 +149,19 @@ def test_draining_worker_leaves_once_all_others_hold_the_totals() -> None:
     job = world.view()
     assert job.workers is not None
     core.receive_report("b", View.of(job.workers.record), FlushReport(0, True, (), ()))
-    assert follows(world, "a", core) == View(1, 0, (Entry("b", 0),))
+    assert follows(world, "a", core) == View(1, 0, (ViewEntry("b", 0),))
 
 
 def test_draining_worker_leaves_once_a_newcomer_is_at_work() -> None:
     """If it left before, the newcomer would not hear its report, and the last whole worker would be gone."""
     world = begun("a")
-    assert put(world, View(1, 0, (Entry("a", 0), Entry("b", 1))), "a")
+    assert put(world, View(1, 0, (ViewEntry("a", 0), ViewEntry("b", 1))), "a")
     world.put(world.keys.node("a"), node_record("a", draining=True).to_bytes())
     core = whole(world, "a")
-    core.receive_report("b", View(1, 0, (Entry("a", 0), Entry("b", 1))), FlushReport(0, False, (), ()))
+    core.receive_report("b", View(1, 0, (ViewEntry("a", 0), ViewEntry("b", 1))), FlushReport(0, False, (), ()))
     assert follows(world, "a", core) is None
     core.receive_contribution("b", Contribution(1, 0, (), b""))
-    assert follows(world, "a", core) == View(2, 0, (Entry("b", 1),))
+    assert follows(world, "a", core) == View(2, 0, (ViewEntry("b", 1),))
 
 
 def test_newcomer_goes_on_alone_once_all_workers_are_gone() -> None:
@@ -178,7 +178,7 @@ def test_newcomer_goes_on_alone_once_all_workers_are_gone() -> None:
     assert not alone({"a"})
     assert alone({"a", "b"})
     assert not alone({"a", "b"}, excluded_by=1), "a newer view is on its way"
-    assert lone_view(world.view(), "c") == View(1, 1, (Entry("c", 1),))
+    assert lone_view(world.view(), "c") == View(1, 1, (ViewEntry("c", 1),))
 
 
 def test_whole_worker_never_goes_on_alone() -> None:
@@ -224,7 +224,7 @@ def test_checkpoint_of_an_earlier_view_is_refused() -> None:
     """Its lineage may have ended meanwhile, and a job that returned would go on from totals that were undone."""
     world = begun("a", "b")
     job = world.view()
-    assert put(world, View(1, 0, (Entry("b", 0),)), "b")
+    assert put(world, View(1, 0, (ViewEntry("b", 0),)), "b")
     record = CheckpointRecord(epoch=3, attempt=1, name="c", writer="a")
     txn = transactions.point_to_checkpoint(job, record, node="a", node_revision=world.revisions["a"])
     assert not world.run(txn).succeeded

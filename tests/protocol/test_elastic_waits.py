@@ -5,12 +5,12 @@ from __future__ import annotations
 from taskgraph.protocol.elastic.actions import Contribution
 from taskgraph.protocol.elastic.flush import FlushReport
 from taskgraph.protocol.elastic.tree import Span
-from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.views import View, ViewEntry
 from taskgraph.protocol.elastic.worker import Worker
 
 
 def test_worker_names_whom_it_waits_for() -> None:
-    view = View(0, 0, (Entry("A", 0), Entry("B", 0)))
+    view = View(0, 0, (ViewEntry("A", 0), ViewEntry("B", 0)))
     worker = Worker("A", whole=True)
     worker.note_entry(0)
     assert worker.awaited == ()
@@ -25,7 +25,7 @@ def test_worker_names_whom_it_waits_for() -> None:
 
 
 def test_late_message_of_an_excluded_worker_holds_nothing_up() -> None:
-    first = View(0, 0, (Entry("A", 0), Entry("B", 0), Entry("C", 0)))
+    first = View(0, 0, (ViewEntry("A", 0), ViewEntry("B", 0), ViewEntry("C", 0)))
     worker, view = Worker("A", whole=True), first.without({"C"})
     worker.note_entry(0)
     worker.read_view(view)

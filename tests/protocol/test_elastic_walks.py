@@ -110,7 +110,7 @@ def newcomer_counts_as_survivor(patch: pytest.MonkeyPatch) -> None:
     def anyone(view: View, reports: dict[str, FlushReport]) -> FlushOutcome | None:
         return _settle(view, {w: FlushReport(r.position, True, r.held, r.begun) for w, r in reports.items()})
 
-    patch.setattr(worker, "settle", anyone)
+    patch.setattr(worker, "decide_flush", anyone)
     patch.setattr("elastic_kit.NEWCOMERS_PROPOSE", True)
 
 
@@ -177,7 +177,7 @@ _covered, _take_report, _read_view, _contribution = (
     Worker.read_view,
     Worker.receive_contribution,
 )
-_keep, _settle = PositionAtWork.keep, flush.settle
+_keep, _settle = PositionAtWork.keep, flush.decide_flush
 
 PLANTS: dict[Plant, int] = {
     total_completed_without_a_worker: 37,

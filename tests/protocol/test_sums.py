@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.protocol.messages import LedgerEntry
-from taskgraph.protocol.sums import Conflict, Kind, MessageLedger, entry_hash, explain, total
+from taskgraph.protocol.sums import ContentConflict, Kind, MessageLedger, entry_hash, explain, total
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -102,7 +102,9 @@ def test_another_content_of_the_same_identity_is_a_conflict(side: str) -> None:
     add = getattr(ledger, f"count_{side}")
     add("request", 0, 1, "push#0", A)
     sums = ledger.sent_sum, ledger.received_sum
-    with pytest.raises(Conflict, match=r"task 0 sent task 1 two different contents of request 'push#0'") as caught:
+    with pytest.raises(
+        ContentConflict, match=r"task 0 sent task 1 two different contents of request 'push#0'"
+    ) as caught:
         add("request", 0, 1, "push#0", B)
     error = caught.value
     assert isinstance(error, TaskGraphError)

@@ -6,10 +6,10 @@ import pytest
 from protocol_kit import World
 
 from taskgraph.protocol.records import CheckpointRecord
-from taskgraph.protocol.takeover import Move, Succession, find_stranded_task, sole_copies, succession
+from taskgraph.protocol.takeover import Succession, TakeoverMove, find_stranded_task, sole_copies, succession
 from taskgraph.protocol.view import JobView
 
-NOTHING = Succession(Move.NOTHING)
+NOTHING = Succession(TakeoverMove.NOTHING)
 
 
 def decide(
@@ -44,9 +44,9 @@ def test_unsuspected_primary_stays(world: World) -> None:
 
 
 def test_members_take_over_in_order_of_admission(world: World) -> None:
-    assert decide(world.view(), "c", suspects="a") == Succession(Move.TAKE_OVER, 0)
-    assert decide(world.view(), "b", suspects="a") == Succession(Move.TAKE_OVER, 1)
-    assert decide(world.view(), "b", suspects="ac") == Succession(Move.TAKE_OVER, 0)
+    assert decide(world.view(), "c", suspects="a") == Succession(TakeoverMove.TAKE_OVER, 0)
+    assert decide(world.view(), "b", suspects="a") == Succession(TakeoverMove.TAKE_OVER, 1)
+    assert decide(world.view(), "b", suspects="ac") == Succession(TakeoverMove.TAKE_OVER, 0)
 
 
 def test_other_nodes_leave_takeovers_to_members(world: World) -> None:
@@ -59,7 +59,7 @@ def test_primary_does_not_succeed_itself(world: World) -> None:
 
 def test_primary_whose_work_was_dropped_succeeds_itself(world: World) -> None:
     """Else nobody would: it lives, so nobody else suspects it."""
-    assert decide(world.view(), "a", dropped=True) == Succession(Move.TAKE_OVER, 0)
+    assert decide(world.view(), "a", dropped=True) == Succession(TakeoverMove.TAKE_OVER, 0)
     for other in "bcd":
         assert decide(world.view(), other, wished=True, dropped=True) == NOTHING
     world.take_over(0, "a")
@@ -88,12 +88,14 @@ def test_state_without_members_is_lost(world: World) -> None:
     world.commit()
     for node in "abc":
         world.die(node)
-    assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is Move.LOST
+    assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is TakeoverMove.LOST
     assert decide(world.view(), "d", suspects="abc", gone="abc", wished=False) == NOTHING
 
 
-@pytest.mark.parametrize(("epoch", "move"), [(1, Move.ROLL_BACK), (2, Move.ROLL_BACK), (3, Move.LOST)])
-def test_roll_back_needs_a_committed_checkpoint(world: World, epoch: int, move: Move) -> None:
+@pytest.mark.parametrize(
+    ("epoch", "move"), [(1, TakeoverMove.ROLL_BACK), (2, TakeoverMove.ROLL_BACK), (3, TakeoverMove.LOST)]
+)
+def test_roll_back_needs_a_committed_checkpoint(world: World, epoch: int, move: TakeoverMove) -> None:
     """That of the last committed boundary is one: nothing is computed again then."""
     world.commit()
     world.commit()
@@ -108,27 +110,27 @@ def test_task_without_state_starts_anew(world: World) -> None:
     for node in "abc":
         world.die(node)
     view = world.view()
-    assert decide(view, "d", suspects="abc", gone="abc", wished=True, stateful=False).move is Move.FROM_NOTHING
+    assert decide(view, "d", suspects="abc", gone="abc", wished=True, stateful=False).move is TakeoverMove.FROM_NOTHING
 
 
 def test_in_epoch_0_nothing_is_lost(world: World) -> None:
     for node in "abc":
         world.die(node)
-    assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is Move.FROM_NOTHING
+    assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is TakeoverMove.FROM_NOTHING
 
 
 def test_fresh_task_is_started_by_whoever_is_wished() -> None:
     world = World("a", "b")
-    assert decide(world.view(), "a", wished=True).move is Move.FROM_NOTHING
+    assert decide(world.view(), "a", wished=True).move is TakeoverMove.FROM_NOTHING
     assert decide(world.view(), "b", wished=False) == NOTHING
 
 
 def test_evicted_member_may_take_over_as_long_as_it_holds_the_committed_boundary(world: World) -> None:
     world.evict(0, "a", "c")
-    assert decide(world.view(), "c", suspects="a") == Succession(Move.TAKE_OVER, 0)
+    assert decide(world.view(), "c", suspects="a") == Succession(TakeoverMove.TAKE_OVER, 0)
     world.commit()
     assert decide(world.view(), "c", suspects="a") == NOTHING
-    assert decide(world.view(), "b", suspects="a") == Succession(Move.TAKE_OVER, 0)
+    assert decide(world.view(), "b", suspects="a") == Succession(TakeoverMove.TAKE_OVER, 0)
 
 
 def test_job_that_was_not_submitted_has_no_successors() -> None:
@@ -149,7 +151,7 @@ def test_lost_state_is_reported_without_an_heir(world: World) -> None:
     assert unseated("d") == NOTHING, "epoch 0: a node that may hold it makes it anew"
     world.commit()
     view = world.view()
-    assert unseated("d").move is Move.LOST
+    assert unseated("d").move is TakeoverMove.LOST
     assert unseated("e") == NOTHING
     assert unseated("d", stateful=False) == NOTHING, "nothing is lost: it waits for a node that may hold it"
 

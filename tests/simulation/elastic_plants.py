@@ -112,7 +112,7 @@ def a_newcomer_counts_as_a_survivor(patch: pytest.MonkeyPatch) -> None:
         every = {w: FlushReport(r.position, True, r.held, r.begun) for w, r in reports.items()}
         return settle(view, every)  # type: ignore[no-any-return]
 
-    _changed(patch, worker_module, "settle", anyone)
+    _changed(patch, worker_module, "decide_flush", anyone)
 
 
 @plant
@@ -135,7 +135,7 @@ def the_position_is_the_lowest_one(patch: pytest.MonkeyPatch) -> None:
         at = [w for w in view.workers if reports[w].position == lowest]
         return FlushOutcome(lowest, at[0], {}, {}, {}, outcome.dealt_to)
 
-    _changed(patch, worker_module, "settle", settled)
+    _changed(patch, worker_module, "decide_flush", settled)
 
 
 @plant

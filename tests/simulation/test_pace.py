@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from taskgraph.testing.simulate import pace
-from taskgraph.testing.simulate.loop import Clock, Process, SimLoop, outside
+from taskgraph.testing.simulate.loop import HostClock, Process, SimLoop, outside
 from taskgraph.testing.simulate.pace import HostClocks, SlowActors, SlowLink, StepTimes
 from taskgraph.testing.simulate.threads import FunctionTiming, InlineThreads
 
@@ -83,7 +83,7 @@ def test_each_process_reads_a_clock_of_its_own() -> None:
         loop, told = asyncio.get_running_loop(), list[tuple[float, float]]()
         assert isinstance(loop, SimLoop)
         process = Process("n1")
-        process.clock = Clock(1.25, 1000.0)
+        process.clock = HostClock(1.25, 1000.0)
 
         def tell() -> None:
             told.append((round(loop.time(), 6), round(loop.at, 6)))
@@ -102,7 +102,7 @@ def test_each_process_reads_a_clock_of_its_own() -> None:
 
 
 def test_hosts_have_one_clock_each_and_no_clock_goes_by_a_timer_too_early() -> None:
-    assert HostClocks(random.Random(1), share=0.0).clock_of("h1") == Clock()
+    assert HostClocks(random.Random(1), share=0.0).clock_of("h1") == HostClock()
     clocks = HostClocks(random.Random(1), share=1.0)
     first, second = clocks.clock_of("h1"), clocks.clock_of("h2")
     assert first is clocks.clock_of("h1") and first != second

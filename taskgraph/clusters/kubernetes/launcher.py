@@ -103,10 +103,10 @@ class KubernetesLauncher:
         async with _opened(where) as cluster:
             await _remove_objects(cluster, job)
 
-            async def pods() -> list[str]:
+            async def remaining_pods() -> list[str]:
                 return [pod["metadata"]["name"] for pod in (await cluster.pods(job_labels(job)))[0]]
 
-            await _wait_until_gone(pods)
+            await _wait_until_gone(remaining_pods)
 
     async def waiting(self, job: str, where: Mapping[str, str]) -> list[str]:
         async with _opened(where) as cluster:
@@ -210,10 +210,10 @@ async def _check_names(cluster: Cluster, job: str, made: Sequence[Mapping[str, A
                 )
             await cluster.delete(kind, name)
 
-            async def launcher(name: str = name) -> list[str]:
+            async def remaining_launcher(name: str = name) -> list[str]:
                 return [f"Job {name}"] if await cluster.get("Job", name) is not None else []
 
-            await _wait_until_gone(launcher)
+            await _wait_until_gone(remaining_launcher)
 
 
 async def _wait_until_gone(left: Callable[[], Awaitable[Sequence[str]]]) -> None:

@@ -11,7 +11,7 @@ from taskgraph.clusters.api import Request
 from taskgraph.clusters.credentials import certificate_name
 from taskgraph.clusters.slurm.folder import Folder
 from taskgraph.clusters.slurm.resources import Resources
-from taskgraph.clusters.slurm.script import Element
+from taskgraph.clusters.slurm.script import ElementSpec
 from taskgraph.errors import JobError
 from taskgraph.network.tls import CA, CERT, KEY
 
@@ -66,7 +66,8 @@ def made_tls_files(folder: Folder, job: str) -> dict[str, str]:
 
 
 def needs_certificates(request: Request) -> bool:
-    """True if certificates are to be made: the user named none. The job's own etcd never goes without TLS.
+    """True if certificates are to be made: the user named none. `--insecure-listen` makes them needless only with an
+    etcd of the user's, since the job's own never goes without TLS.
 
     Without TLS, everybody who reaches the etcd could change the job's spec, and so run code as this user.
     """
@@ -96,7 +97,7 @@ def own_access(request: Request) -> dict[str, str]:
     return found
 
 
-def make_element(request: Request) -> Element:
+def make_element(request: Request) -> ElementSpec:
     """Returns what each element of a job's array runs.
 
     Raises:
@@ -115,7 +116,7 @@ def make_element(request: Request) -> Element:
         **{f"TLS_{name.upper()}": value for name, value in tls.items()},
     }
     words = request.words if "--name" in request.words else ("--name", request.job, *request.words)
-    return Element(
+    return ElementSpec(
         job=request.job,
         python=options.python or sys.executable,
         directory=Path.cwd(),

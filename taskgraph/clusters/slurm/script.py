@@ -16,7 +16,7 @@ from taskgraph.clusters.slurm.folder import Folder
 from taskgraph.clusters.slurm.resources import UNQUOTED, Resources, check_header_value, parse_time_limit_s
 from taskgraph.errors import JobError
 
-__all__ = ["AGAIN", "Element", "array_words", "script", "split_patch"]
+__all__ = ["AGAIN", "ElementSpec", "array_words", "script", "split_patch"]
 
 AGAIN = 75
 """The exit code of a node that left while the job goes on (EX_TEMPFAIL)."""
@@ -31,7 +31,7 @@ _WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Element:
+class ElementSpec:
     """What each element runs.
 
     Attributes:
@@ -91,7 +91,7 @@ def split_patch(text: str) -> tuple[list[str], list[str]]:
     return header, shell
 
 
-def script(element: Element, resources: Resources, nodes: int, patch: str = "") -> str:
+def script(element: ElementSpec, resources: Resources, nodes: int, patch: str = "") -> str:
     """Returns the script of a job.
 
     Args:
@@ -213,7 +213,7 @@ done
 """
 
 
-def _companion_lines(element: Element) -> str:
+def _companion_lines(element: ElementSpec) -> str:
     return _FIRST.format(
         what="runs the job's etcd, submits the job" if element.own_etcd else "submits the job",
         own=f' --own-etcd "{_check_listen(element.listen)}"' if element.own_etcd else "",

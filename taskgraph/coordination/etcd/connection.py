@@ -132,14 +132,14 @@ class Stream(Generic[Response]):
 
 
 @dataclass(slots=True)
-class _Tries:
+class _FailedTries:
     """Counts the failed tries of one call, and has the last failure of each endpoint, for its error message."""
 
     count: int = 0
     last: dict[str, str] = field(default_factory=dict)
 
     def add(self, endpoint: Endpoint, details: str) -> None:
-        """Counts a failed try, and keeps its failure."""
+        """Counts a failed try, and keeps its failure in place of the endpoint's last one."""
         self.count += 1
         self.last[f"https://{endpoint.target}" if endpoint.tls else endpoint.target] = details
 
@@ -254,7 +254,7 @@ class Connection:
         loop = asyncio.get_running_loop()
         limit_s = self.options.timeout_s if timeout_s is None else timeout_s
         deadline = loop.time() + limit_s
-        tries, logins = _Tries(), 0
+        tries, logins = _FailedTries(), 0
         while (left := deadline - loop.time()) > 0 and not self._closed:
             endpoint, sent, token = self.endpoint, False, None
             try:

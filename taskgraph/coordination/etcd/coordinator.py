@@ -258,11 +258,11 @@ class EtcdCoordinator:
 def _warn_of_slow_login(connection: Connection, after_s: float) -> Iterator[None]:
     """Logs a warning if the block still waits for a login after `after_s`."""
 
-    def say() -> None:
+    def warn() -> None:
         if waits := connection.login.waits():
             log.warning("%s: it answers, and may have many logins to do, a hash for each", waits)
 
-    timer = asyncio.get_running_loop().call_later(after_s, say)
+    timer = asyncio.get_running_loop().call_later(after_s, warn)
     try:
         yield
     finally:

@@ -196,7 +196,7 @@ class EtcdLease:
 
     def _renew(self) -> None:
         """Renews the lease whenever that is due, in the renewer thread, until the lease is closed or lost."""
-        stream: _Stream | None = None
+        stream: _RenewalStream | None = None
         rounds = RenewalSchedule(self.ttl_s, len(self._options.endpoints), self._endpoint, time.monotonic())
         try:
             while not self._closing and not self._lost:
@@ -240,7 +240,7 @@ class EtcdLease:
             self._logged_at[endpoint] = now
             log.warning("renewal of lease %x at %s; trying the next endpoint", self.id, self._trouble)
 
-    def _open_stream(self, endpoint: Endpoint) -> _Stream | None:
+    def _open_stream(self, endpoint: Endpoint) -> _RenewalStream | None:
         """Opens a stream to `endpoint`. Returns None if a login is needed first, or opening failed for now."""
         token = self._login.token
         if token is None and self._login.last != self._refused:
@@ -253,7 +253,7 @@ class EtcdLease:
         try:
             longer = 2 ** min(self._login.broken_streams, 10)
             first_s = min(_MAX_FIRST_ANSWER_S, self.ttl_s * _FIRST_ANSWER_PART * longer)
-            stream = _Stream(self._options, endpoint, self, token, (first_s, self.ttl_s * _LATER_ANSWER_PART))
+            stream = _RenewalStream(self._options, endpoint, self, token, (first_s, self.ttl_s * _LATER_ANSWER_PART))
         except (CoordinationError, OSError, RuntimeError) as error:
             # A TLS file is being replaced, or the process lacks threads or files: the next interval tries again.
             self._trouble = no_thread_text(error) or str(error)
@@ -292,7 +292,7 @@ class EtcdLease:
         self._wake.set()
 
 
-class _Stream:
+class _RenewalStream:
     """One LeaseKeepAlive stream to one endpoint, with the thread that reads it.
 
     Args:

@@ -108,7 +108,7 @@ class Login:
                 self._logged_in = None
 
     def waits(self) -> str:
-        """Returns why calls wait for a token, in words; "" if they do not."""
+        """Returns how long calls have waited for a login, in words; "" if they do not wait."""
         since = self._first_began_at
         return "" if since is None else f"logging in to etcd takes {time.monotonic() - since:.0f} s"
 

@@ -149,7 +149,7 @@ def _create_request(prefix: str, start_revision: int) -> v3.WatchRequest:
 
 
 def _forget_token(connection: Connection, stream: Stream[v3.WatchResponse] | None) -> None:
-    """Drops the token with which `stream` was opened, unless another token has replaced it."""
+    """Drops the token that `stream` was opened with, unless a login has replaced it. None: it was not opened."""
     if stream is not None:
         connection.login.drop_token(stream.token)
 

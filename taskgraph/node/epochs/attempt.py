@@ -22,8 +22,8 @@ from taskgraph.graph.compose import Composition, Graph, Processor
 from taskgraph.node.epochs.activity import Activity
 from taskgraph.node.epochs.differing import read_values
 from taskgraph.node.epochs.inbound import Inbound, raise_in_attempt
-from taskgraph.node.epochs.items import Items
 from taskgraph.node.epochs.messenger import Messenger
+from taskgraph.node.epochs.outbound import Outbound
 from taskgraph.node.epochs.recording import RecordedCall, Recording, SideEffects, side_effects_of
 from taskgraph.node.epochs.turns import EpochTurns
 from taskgraph.node.usercode.errors import cancelled_by_user_error
@@ -38,8 +38,8 @@ from taskgraph.tables.client import open_table
 
 if TYPE_CHECKING:
     from taskgraph.node.epochs.dealing import Dealers
-    from taskgraph.node.epochs.term import Term
-    from taskgraph.queues.pieces import Result
+    from taskgraph.node.epochs.primary_interface import PrimaryInterface
+    from taskgraph.queues.pieces import PieceResult
     from taskgraph.tables.interface import EpochTable
 
 __all__ = ["Attempt"]
@@ -104,12 +104,12 @@ class Attempt:
     )
 
     # Since it is composed:
-    out: Items
+    out: Outbound
     _states: dict[str, str]
 
     def __init__(
         self,
-        primary: Term,
+        primary: PrimaryInterface,
         stamp: Stamp,
         *,
         group: asyncio.TaskGroup,
@@ -220,7 +220,7 @@ class Attempt:
                 self._ready.cancel()  # calls still wait for a graph that was never composed
 
     async def call(self, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
-        """Calls the primary of a task for this attempt, as `Term.call`."""
+        """Calls the primary of a task for this attempt, as `PrimaryInterface.call`."""
         return await self._primary.call(self.stamp, to, message, what, lost)
 
     async def _compose(self) -> Graph:
@@ -251,7 +251,7 @@ class Attempt:
 
     def _set_graph(self, graph: Graph) -> None:
         """Sets the composed graph, and answers the pulls that waited for it."""
-        self.out = Items(self.stamp, self.term, graph.channels_out)
+        self.out = Outbound(self.stamp, self.term, graph.channels_out)
         self._states = dict.fromkeys(graph.names, "waiting")
         self.graph = graph
         if self._ready is not None and not self._ready.done():
@@ -263,7 +263,9 @@ class Attempt:
         deriving.append(self._create_task(self._run_processor(processor)))
 
     async def _run_processor(self, processor: Processor) -> None:
-        """Runs one processor: waits for its items and for its epoch's turn, then calls its compute."""
+        """Runs one processor: waits for its items (not optional ones), and for its epoch's turn unless it is stateless;
+        then calls its compute.
+        """
         name, items = processor.name, self.inbound.items
         if processor.takes and (lacking := set(processor.takes).difference(items)):
             waiting = self.traced and clock()
@@ -433,7 +435,7 @@ class Attempt:
     def ask_queue_progress(self, epoch: Epoch, name: str) -> QueueState:
         return queue_state(epoch, name)
 
-    def kept_results(self, tag: str) -> dict[int, Result]:
+    def kept_results(self, tag: str) -> dict[int, PieceResult]:
         committed = self.replica.boundaries.committed
         return self.replica.kept_results.of(tag, self.number, committed.stamp.epoch if committed is not None else 0)
 
@@ -445,8 +447,8 @@ class Attempt:
         return self.replica.threads.run(function)
 
     def run_beside(self, where: str, function: Callable[[], Any]) -> asyncio.Task[None]:
-        """Starts a plain function in a thread, beside other code of the task; its errors stay in the returned asyncio
-        task.
+        """Starts a call of user code that does not take the task's turn: in a thread, or an `async def` on the loop.
+        Its error, a `UserCodeError`, stays in the returned asyncio task.
         """
         call = self._loop.create_task(self._call_beside(where, function), name=where)
         call.add_done_callback(_retrieve_error)

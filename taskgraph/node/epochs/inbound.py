@@ -17,8 +17,8 @@ from taskgraph.transport.api import CallFuture
 
 if TYPE_CHECKING:
     from taskgraph.graph.compose import Graph, Processor
+    from taskgraph.node.epochs.primary_interface import PrimaryInterface
     from taskgraph.node.epochs.recording import Recording
-    from taskgraph.node.epochs.term import Term
     from taskgraph.protocol.sums import MessageLedger
 
 __all__ = ["Inbound", "raise_in_attempt"]
@@ -56,7 +56,7 @@ class Inbound:
 
     def __init__(
         self,
-        primary: Term,
+        primary: PrimaryInterface,
         stamp: Stamp,
         ledger: MessageLedger,
         recording: Recording | None,

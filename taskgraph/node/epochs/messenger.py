@@ -24,7 +24,7 @@ from taskgraph.node.epochs.recording import RecordedCall
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.node.usercode.errors import definition_text
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
-from taskgraph.protocol.sums import Conflict
+from taskgraph.protocol.sums import ContentConflict
 from taskgraph.queues.plan import DEAL
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class Messenger:
             name = f"{message.method}/{message.number}"
             try:
                 attempt.ledger.count_sent("answer", attempt.task, message.sender, name, value.digest)
-            except Conflict as conflict:  # cannot be: a handler runs once per identity
+            except ContentConflict as conflict:  # cannot be: a handler runs once per identity
                 raise AssertionError(str(conflict)) from conflict
         return Answer(attempt.stamp, attempt.term, pure, value)
 

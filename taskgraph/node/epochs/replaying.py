@@ -29,7 +29,7 @@ from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded
 from taskgraph.queues.composing import map_pieces, queue_state
-from taskgraph.queues.pieces import Result
+from taskgraph.queues.pieces import PieceResult
 from taskgraph.queues.plan import DEAL
 from taskgraph.tables.client import open_table
 from taskgraph.tables.interface import EpochTable
@@ -58,7 +58,7 @@ class ReplayResult:
 
 
 class _StepNeverEnds(Exception):
-    """A step of the replay does not end, though it ended in the recorded epoch."""
+    """A call does not end in the replay, though it ended in the recorded epoch."""
 
 
 async def replay_from_snapshot(
@@ -136,7 +136,7 @@ async def _run(fresh: Replica, recording: Recording, *, first_try: bool = False)
 
 
 async def _run_to_end(work: Replay, step: RecordedCall, processors: Mapping[str, Processor]) -> None:
-    """Runs a step in a test; raises _StepNeverEnds if the step does not end."""
+    """Runs a recorded call in a test; cancels it and raises _StepNeverEnds after `_THREADS_S` of real time."""
     running = asyncio.create_task(work.run(step, processors))
     until = time.monotonic() + _THREADS_S
     try:
@@ -253,7 +253,7 @@ class Replay:
     def ask_queue_progress(self, epoch: Epoch, name: str) -> QueueState:
         return queue_state(epoch, name)
 
-    def kept_results(self, tag: str) -> dict[int, Result]:
+    def kept_results(self, tag: str) -> dict[int, PieceResult]:
         return {}
 
     @property

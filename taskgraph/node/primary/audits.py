@@ -20,10 +20,10 @@ from taskgraph.protocol.sums import ITEM, REQUEST, encode_sum, entry_hash, expla
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
 
-__all__ = ["Findings", "audit"]
+__all__ = ["AuditFindings", "audit"]
 
 
-class Findings:
+class AuditFindings:
     """What the tasks' ledgers show about unequal sums.
 
     Args:
@@ -98,7 +98,7 @@ def _reported_sums(report: Report) -> tuple[bytes, bytes]:
     return report.sent, report.received
 
 
-async def audit(node: NodeCore, stamp: Stamp, reports: Mapping[int, Report]) -> Findings:
+async def audit(node: NodeCore, stamp: Stamp, reports: Mapping[int, Report]) -> AuditFindings:
     """Asks all tasks for their ledgers, at once, and returns what these show. A task that does not answer in its
     reported term is `unanswered`.
     """
@@ -119,4 +119,4 @@ async def audit(node: NodeCore, stamp: Stamp, reports: Mapping[int, Report]) -> 
     async with asyncio.TaskGroup() as group:
         for task in sorted(reports):
             group.create_task(ask(task), name=f"audit task {task}")
-    return Findings(reports, pages)
+    return AuditFindings(reports, pages)

@@ -240,7 +240,7 @@ class Backups:
                     continue
                 if not admit_wait_s and insync.only_members:
                     return
-                awaited = self._expected_members(deadline)
+                awaited = self._awaited_admissions(deadline)
                 if not awaited:
                     return
                 self._blocked[key] = partial(self._lack_text, "the admission of", tuple(awaited))
@@ -275,7 +275,7 @@ class Backups:
     def _lack_of_holders_text(self, key: Key, need: int) -> str:
         return f"{need - self._insync.count_replicas_with(key)} more in-sync replicas (min_in_sync={need})"
 
-    def _expected_members(self, deadline: float) -> dict[str, float]:
+    def _awaited_admissions(self, deadline: float) -> dict[str, float]:
         """Returns {node: deadline} of nodes that should become members before the epoch finishes.
 
         Args:

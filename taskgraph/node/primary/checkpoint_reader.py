@@ -77,14 +77,14 @@ class CheckpointReader:
         and why newer ones were refused.
         """
 
-        def look() -> NewestCheckpoint:
+        def find_newest() -> NewestCheckpoint:
             found = self.store.find_newest((pointer.name, *pointer.before))
             if found.manifest is None and found.was_refused_for(MissingFile):
                 *others, last = found.refused
                 found = replace(found, refused=(*others, f"{last}: {self._why_missing(pointer)}"))
             return found
 
-        return await self.call(look)
+        return await self.call(find_newest)
 
     def _why_missing(self, pointer: CheckpointRecord) -> str:
         """Says why a file may be missing: another run that keeps checkpoints here, or what to check."""

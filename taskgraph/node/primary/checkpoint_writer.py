@@ -1,6 +1,6 @@
 """A primary's files of checkpoints.
 
-    a primary read a commit ──► its file, in a thread ──► `WrittenFiles` ──► the leader (`checkpointer.py`)
+    a primary read a commit ──► its file, in a thread ──► `WrittenFiles` ──► the leader (`checkpoint_completer.py`)
 
 A file that cannot be written costs only that checkpoint. If writing takes longer than the epochs between two
 checkpoints, the epochs wait, and `status` says so. A slow leader delays nothing: it later gets several reports at once.

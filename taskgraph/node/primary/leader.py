@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from taskgraph.errors import GraphError, TransportError, first_lines
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
-from taskgraph.node.primary.checkpointer import Checkpointer
+from taskgraph.node.primary.checkpoint_completer import CheckpointCompleter
 from taskgraph.node.primary.unequal import explain_unequal
 from taskgraph.observe.format import tasks_text
 from taskgraph.observe.trace import clock
@@ -112,7 +112,7 @@ class LeaderRole:
         self._last_differences: tuple[Stamp, list[str]] | None = None  # the differences in the last ledgers
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """The view after a refused commit, and how often it was the same."""
-        self.checkpointer = Checkpointer(node, primary)
+        self.checkpoint_completer = CheckpointCompleter(node, primary)
         self._next_commit_at = self._clock()
         self._commit_generation = 0  # the revision of `generation` that the last commit rests on
         self._gather_timer: asyncio.TimerHandle | None = None
@@ -158,7 +158,7 @@ class LeaderRole:
         return self._accepted
 
     def lacks_own_report(self) -> bool:
-        return self._leader.waits_only_for_task_0()
+        return self._leader.commit_waits_only_for_task_0()
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
         """Takes a primary's request to restart its epoch, once that is `within_reach` of the view."""
@@ -209,8 +209,8 @@ class LeaderRole:
         try:
             async with asyncio.TaskGroup() as group:
                 if self._node.spec.checkpoint is not None:
-                    group.create_task(self.checkpointer.run(), name="checkpoints")
-                    group.create_task(self.checkpointer.sweep(), name="unfinished checkpoints")
+                    group.create_task(self.checkpoint_completer.run(), name="checkpoints")
+                    group.create_task(self.checkpoint_completer.sweep(), name="unfinished checkpoints")
                 group.create_task(self._watch_stalls(), name="stalls")
                 group.create_task(self._wake_regularly(), name="looking again")
                 await self._lead()

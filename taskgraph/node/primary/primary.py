@@ -635,7 +635,7 @@ class Primary:
                     return
 
     async def call(self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
-        """Calls the primary of a task for an attempt, with retries; see `Term.call`."""
+        """Calls the primary of a task for an attempt, with retries; see `PrimaryInterface.call`."""
         again = False
         while True:
             try:

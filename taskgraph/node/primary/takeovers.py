@@ -21,7 +21,7 @@ from taskgraph.protocol.kv import Txn, TxnResult
 from taskgraph.protocol.messages import HandOver, Reason, Stamp
 from taskgraph.protocol.records import CheckpointRecord, JobStatus, PrimaryRecord, StatusRecord, name_of
 from taskgraph.protocol.shared import holds_state
-from taskgraph.protocol.takeover import Move, Succession, succession
+from taskgraph.protocol.takeover import Succession, TakeoverMove, succession
 
 if TYPE_CHECKING:
     from taskgraph.node.membership.fatal import FatalCode
@@ -90,7 +90,7 @@ class TakeOvers:
             self._clear_orphan(task)
             return
         decision = self._decide_succession(task)
-        if decision.move is not Move.NOTHING:
+        if decision.move is not TakeoverMove.NOTHING:
             self._clear_orphan(task)
             self._start_takeover(task, self._take_over(task, decision))
         else:
@@ -170,13 +170,13 @@ class TakeOvers:
                 return
         decision = self._decide_succession(task)
         match decision.move:
-            case Move.TAKE_OVER:
+            case TakeoverMove.TAKE_OVER:
                 await self._become_primary(task, failure=True)
-            case Move.FROM_NOTHING | Move.ROLL_BACK:
+            case TakeoverMove.FROM_NOTHING | TakeoverMove.ROLL_BACK:
                 await self._become_first(task)
-            case Move.LOST:
+            case TakeoverMove.LOST:
                 await self._fail_lost(task)
-            case Move.NOTHING:
+            case TakeoverMove.NOTHING:
                 pass
 
     async def _become_primary(self, task: int, *, failure: bool) -> None:
@@ -281,7 +281,7 @@ class TakeOvers:
 
     def _must_begin_anew(self, task: int) -> bool:
         """True if the task must begin from nothing or a checkpoint, which the takeover's transaction cannot check."""
-        return self._decide_succession(task).move in (Move.FROM_NOTHING, Move.ROLL_BACK)
+        return self._decide_succession(task).move in (TakeoverMove.FROM_NOTHING, TakeoverMove.ROLL_BACK)
 
     async def _execute_takeover(
         self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None, *, anew: bool = False

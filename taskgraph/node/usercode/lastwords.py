@@ -27,9 +27,9 @@ from taskgraph.protocol.records import RunningCode
 __all__ = [
     "IN_THREAD",
     "NOTHING",
-    "Call",
     "LastCalls",
     "LastWords",
+    "UnreturnedCall",
     "crash_place",
     "intend_end",
     "mark_intended",
@@ -134,7 +134,7 @@ def encoded_name(text: str) -> bytes:
     return text[:_NAME_LENGTH].encode() + b"\0"
 
 
-class Call(NamedTuple):
+class UnreturnedCall(NamedTuple):
     """A call that has not returned.
 
     Attributes:
@@ -148,13 +148,15 @@ class Call(NamedTuple):
     in_thread: bool
 
 
-def _call_at(data: bytes, at: int) -> Call | None:
+def _call_at(data: bytes, at: int) -> UnreturnedCall | None:
     """Reads the slot at position `at`; None if it is free."""
     order, task, epoch = _HEAD.unpack_from(data, at)
     if not order:
         return None
     where = data[at + _HEAD.size : at + _SLOT_BYTES].partition(b"\0")[0]
-    return Call(order, RunningCode(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD))
+    return UnreturnedCall(
+        order, RunningCode(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD)
+    )
 
 
 class LastCalls(NamedTuple):
@@ -176,7 +178,7 @@ def read(folder: Path) -> LastCalls | None:
     return LastCalls(tuple(call.ran for call in sorted(calls)), bool(data[_INTENDED_AT]))
 
 
-def read_loop_call(folder: Path) -> Call | None:
+def read_loop_call(folder: Path) -> UnreturnedCall | None:
     """Returns the call that the event loop of a living process runs now; None if it runs none."""
     try:
         with (folder / _FILE).open("rb") as file:

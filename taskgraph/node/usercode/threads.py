@@ -355,7 +355,7 @@ class _ThreadCall(Generic[R]):
         forks.end_child(threading.current_thread().name, self._error)
 
     def note_done(self) -> None:
-        """Notes that the function has returned or cannot run, and has the event loop settle its future."""
+        """Notes that the function has returned or cannot run: has the loop settle the future; releases `ending`."""
         self.ended = True
         if self._future is not None:  # otherwise `future` sees `ended`
             self._pool.post(self._settle)

@@ -20,7 +20,7 @@ from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.frozen import frozen
 
-__all__ = ["FlushOutcome", "FlushReport", "deal_all", "settle"]
+__all__ = ["FlushOutcome", "FlushReport", "deal_all", "decide_flush"]
 
 
 @frozen
@@ -82,7 +82,7 @@ def _deal_ranges(parts: Sequence[int], workers: Sequence[str]) -> dict[str, tupl
     return {w: tuple(parts[i * share // count : (i + 1) * share // count]) for i, w in enumerate(workers)}
 
 
-def settle(view: View, reports: Mapping[str, FlushReport]) -> FlushOutcome | None:
+def decide_flush(view: View, reports: Mapping[str, FlushReport]) -> FlushOutcome | None:
     """Decides, from the reports of all workers of a view, where the view goes on, and who sends or computes what.
 
     Returns None if no worker is whole.

@@ -10,7 +10,7 @@ All workers may propose at once: the transaction of one of them wins.
 
 from __future__ import annotations
 
-from taskgraph.protocol.elastic.views import Entry, View
+from taskgraph.protocol.elastic.views import View, ViewEntry
 from taskgraph.protocol.elastic.worker import Phase, Worker
 from taskgraph.protocol.view import JobView
 
@@ -39,7 +39,7 @@ def first_view(job: JobView, me: str, *, run: str, fewest: int) -> View | None:
     order = sorted(live, key=lambda node: (live[node].create_revision, node))
     if len(order) < max(1, fewest) or order[0] != me:
         return None
-    return View(0, 0, tuple(Entry(node, 0) for node in order))
+    return View(0, 0, tuple(ViewEntry(node, 0) for node in order))
 
 
 def next_view(
@@ -140,4 +140,4 @@ def lone_view(job: JobView, me: str) -> View:
     if job.workers is None:
         raise LookupError("there is no view")
     number = job.workers.record.number + 1
-    return View(number, number, (Entry(me, number),))
+    return View(number, number, (ViewEntry(me, number),))

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.records import WorkersRecord
 
-__all__ = ["Entry", "View"]
+__all__ = ["View", "ViewEntry"]
 
 
-class Entry(NamedTuple):
+class ViewEntry(NamedTuple):
     """A worker of a view.
 
     Attributes:
@@ -37,11 +37,11 @@ class View:
 
     number: int
     lineage: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ViewEntry, ...]
 
     @classmethod
     def of(cls, record: WorkersRecord) -> View:
-        return cls(record.number, record.lineage, tuple(Entry(*entry) for entry in record.workers))
+        return cls(record.number, record.lineage, tuple(ViewEntry(*entry) for entry in record.workers))
 
     def record(self, writer: str) -> WorkersRecord:
         """Returns the view as the value of its key."""
@@ -62,4 +62,4 @@ class View:
 
     def joined_by(self, worker: str) -> View:
         """Returns the next view if this worker enters, as the most junior one."""
-        return View(self.number + 1, self.lineage, (*self.entries, Entry(worker, self.number + 1)))
+        return View(self.number + 1, self.lineage, (*self.entries, ViewEntry(worker, self.number + 1)))

@@ -37,7 +37,7 @@ from taskgraph.protocol.elastic.actions import (
     TotalsStable,
 )
 from taskgraph.protocol.elastic.exchange import DueContributions
-from taskgraph.protocol.elastic.flush import FlushOutcome, FlushReport, settle
+from taskgraph.protocol.elastic.flush import FlushOutcome, FlushReport, decide_flush
 from taskgraph.protocol.elastic.round import PositionAtWork
 from taskgraph.protocol.elastic.stability import Stability
 from taskgraph.protocol.elastic.tree import Span
@@ -174,7 +174,7 @@ class Worker:
         self._reports.setdefault(worker, report)
         if not self._reports.keys() >= set(self.view.workers):
             return
-        outcome = settle(self.view, self._reports)
+        outcome = decide_flush(self.view, self._reports)
         if outcome is None:
             self._actions.append(NoWholeWorker(self.view.number))
             return

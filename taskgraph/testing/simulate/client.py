@@ -10,7 +10,7 @@ from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
 from taskgraph.testing.simulate.drawing import CallFaults
-from taskgraph.testing.simulate.etcd import SimEtcd, Stream
+from taskgraph.testing.simulate.etcd import SimEtcd, WatchStream
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.pace import SlowActors
 
@@ -57,7 +57,7 @@ class SimCoordinator:
         self._call_faults = call_faults
         self._slow_actors = slow_actors
         self._end_reason = ""
-        self._streams: dict[Stream, None] = {}
+        self._streams: dict[WatchStream, None] = {}
         self._leases: dict[SimLease, None] = {}
         self.can_send = True  # messages of this process arrive at the server
         self._can_receive = True  # messages of the server arrive at this process
@@ -228,7 +228,7 @@ class SimCoordinator:
 
     async def _watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         self._check_usable()
-        stream = Stream(self.etcd, self, prefix, start_revision, self.process.context)
+        stream = WatchStream(self.etcd, self, prefix, start_revision, self.process.context)
         self._streams[stream] = None
         self.etcd.open(stream)
         try:

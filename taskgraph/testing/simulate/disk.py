@@ -133,7 +133,7 @@ class SimDisk:
         start = f"{path}/"
         return sorted({name[len(start) :].split("/")[0] for name in self._list_files(start)})
 
-    def sizes(self, path: str) -> dict[str, int | None]:
+    def file_sizes(self, path: str) -> dict[str, int | None]:
         """Lists all files below a path: name from there on -> size in bytes."""
         start = f"{path}/"
         return {name[len(start) :]: size for name, size in self._list_files(start).items()}
@@ -178,8 +178,8 @@ class NodeDisk:
     def names(self, path: str) -> list[str]:
         return self._disk.names(path)
 
-    def sizes(self, path: str) -> dict[str, int | None]:
-        sizes = self._disk.sizes(path)
+    def file_sizes(self, path: str) -> dict[str, int | None]:
+        sizes = self._disk.file_sizes(path)
         self._disk.moment("place listed", self._node)
         return sizes
 

@@ -19,7 +19,7 @@ from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import KeyEvent, Txn
 from taskgraph.testing.simulate.loop import call_at_own_time, later, own_time
 
-__all__ = ["SimEtcd", "SimStore", "Stream"]
+__all__ = ["SimEtcd", "SimStore", "WatchStream"]
 
 _EXPIRY_CHECK_S = 0.5
 
@@ -85,7 +85,7 @@ class SimStore(MemoryStore):
         self._set_timer()
 
 
-class Client(Protocol):
+class EtcdClient(Protocol):
     """What the server uses of a client's connection (`SimCoordinator`)."""
 
     @property
@@ -100,11 +100,11 @@ class Client(Protocol):
         """Draws the delay that slow actors add to a kind of message."""
 
 
-class Stream:
+class WatchStream:
     """The server's side of one watch. Batches that were sent before a break of the connection do not arrive."""
 
     def __init__(
-        self, etcd: SimEtcd, client: Client, prefix: str, start: int, context: contextvars.Context | None
+        self, etcd: SimEtcd, client: EtcdClient, prefix: str, start: int, context: contextvars.Context | None
     ) -> None:
         self._etcd = etcd
         self._client = client
@@ -198,7 +198,7 @@ class SimEtcd:
         self.paused = False
         self.down = False
         self._backlog: list[Callable[[], None]] = []
-        self._streams: dict[Stream, None] = {}
+        self._streams: dict[WatchStream, None] = {}
 
     @property
     def serving(self) -> bool:
@@ -230,11 +230,11 @@ class SimEtcd:
         else:
             execute()
 
-    def open(self, stream: Stream) -> None:
+    def open(self, stream: WatchStream) -> None:
         self._streams[stream] = None
         stream.schedule_send()
 
-    def close(self, stream: Stream) -> None:
+    def close(self, stream: WatchStream) -> None:
         self._streams.pop(stream, None)
 
     def wake(self) -> None:

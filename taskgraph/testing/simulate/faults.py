@@ -12,10 +12,10 @@ from taskgraph.testing.simulate.drawing import Fault, draw_chain
 from taskgraph.testing.simulate.loop import outside
 from taskgraph.testing.simulate.world import SimNode, World, discard
 
-__all__ = ["Faults"]
+__all__ = ["FaultInjector"]
 
 
-class Faults:
+class FaultInjector:
     """Injects faults into a world.
 
     Each kind of fault has a method of its name, as `_etcd_pause(fault, target)`; `target` is the node that is hit.
@@ -141,7 +141,7 @@ class Faults:
         """Calls a function after a delay, outside of all processes."""
         self._world.etcd.later(delay_s, function, *args)  # type: ignore[arg-type]
 
-    def _log_fault(self, fault: Fault, detail: str) -> None:
+    def _record_fault(self, fault: Fault, detail: str) -> None:
         """Logs and counts a fault that takes effect."""
         when = f" ({fault.moment})" if fault.moment else ""
         self._world.transcript.add_fault(fault.kind, detail + when)
@@ -151,7 +151,7 @@ class Faults:
         if not self._is_survivable(target):
             self._world.transcript.add("fault", "spared", f"{target.id}: no other node holds its tasks")
             return
-        self._log_fault(fault, target.id)
+        self._record_fault(fault, target.id)
         self.kill(target, host=host)
         if fault.gone_s is not None:
             self._later(fault.gone_s, self._world.declare_gone, target.id, "killed")
@@ -199,7 +199,7 @@ class Faults:
         """Makes a launcher declare a living node gone, and mostly revoke its lease."""
         if not self._is_survivable(target):
             return
-        self._log_fault(fault, target.id)
+        self._record_fault(fault, target.id)
         target.declared_gone = True
         self._world.declare_gone(target.id, "killed")
         registered = self._world.invariants.view.nodes.get(target.id)
@@ -209,7 +209,7 @@ class Faults:
 
     def _shut_down(self, fault: Fault, target: SimNode) -> None:
         """Cancels the job as a user's command does."""
-        self._log_fault(fault, "")
+        self._record_fault(fault, "")
         self._world.cancel_job()
 
     def _start_node(self, name: str) -> None:
@@ -221,7 +221,7 @@ class Faults:
     def _freeze(self, fault: Fault, target: SimNode) -> None:
         """Freezes a node's whole process, with the lease's thread."""
         wakes = f", or until just {fault.wakes}" if fault.wakes else ""
-        self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s{wakes}")
+        self._record_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s{wakes}")
         target.process.frozen = target.threads.frozen = True
         self._later(fault.lasts_s, self._thaw, target)
         if fault.wakes:
@@ -236,12 +236,12 @@ class Faults:
 
     def _stuck_loop(self, fault: Fault, target: SimNode) -> None:
         """Freezes the main loop of a node, but not the lease's thread."""
-        self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        self._record_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         target.process.frozen = True
         self._later(fault.lasts_s, self._thaw, target)
 
     def _slow_node(self, fault: Fault, target: SimNode) -> None:
-        self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        self._record_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         self._run_briefly(target, self._world.loop.at + fault.lasts_s)
 
     def _run_briefly(self, target: SimNode, until: float) -> None:
@@ -262,53 +262,53 @@ class Faults:
     def _etcd_pause(self, fault: Fault, target: SimNode) -> None:
         etcd = self._world.etcd
         if etcd.serving:
-            self._log_fault(fault, f"{fault.lasts_s:.3f} s")
+            self._record_fault(fault, f"{fault.lasts_s:.3f} s")
             etcd.pause()
             self._later(fault.lasts_s, etcd.resume)
 
     def _etcd_restart(self, fault: Fault, target: SimNode) -> None:
         etcd = self._world.etcd
         if etcd.serving:
-            self._log_fault(fault, f"{fault.lasts_s:.3f} s")
+            self._record_fault(fault, f"{fault.lasts_s:.3f} s")
             etcd.stop()
             self._later(fault.lasts_s, etcd.start)
 
     def _etcd_leader_loss(self, fault: Fault, target: SimNode) -> None:
         etcd = self._world.etcd
         if etcd.serving:
-            self._log_fault(fault, "")
+            self._record_fault(fault, "")
             for node in self._world.existing():
                 node.coordinator.lose_next += self._rng.randrange(2)
             etcd.change_leader()
 
     def _etcd_unknown_outcome(self, fault: Fault, target: SimNode) -> None:
         count = self._rng.choice((1, 1, 2, 3))
-        self._log_fault(fault, f"{target.id}, the next {count}")
+        self._record_fault(fault, f"{target.id}, the next {count}")
         target.coordinator.lose_next += count
 
     def _etcd_slow_request(self, fault: Fault, target: SimNode) -> None:
         """Delays the write that the node is sending."""
-        self._log_fault(
+        self._record_fault(
             fault, f"{target.id}, {fault.lasts_s:.3f} s" + (f", or until just {fault.until}" if fault.until else "")
         )
 
         def hold(arrive: Callable[[], None]) -> None:
             arrived: list[bool] = []
 
-            def once() -> None:
+            def arrive_once() -> None:
                 if not arrived:
                     arrived.append(True)
                     arrive()
 
-            self._later(fault.lasts_s, once)
+            self._later(fault.lasts_s, arrive_once)
             if fault.until:
-                self._held_back.append((fault.until, once))
+                self._held_back.append((fault.until, arrive_once))
 
         target.coordinator.hold_next = hold
 
     def _etcd_slow_answers(self, fault: Fault, target: SimNode) -> None:
         """Delays etcd's answers to the node for a while, but not its requests."""
-        self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        self._record_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         target.coordinator.answer_s = fault.lasts_s
         self._later(fault.lasts_s, self._end_slow_answers, target)
 
@@ -319,7 +319,7 @@ class Faults:
     def _etcd_cut(self, fault: Fault, target: SimNode) -> None:
         """Cuts a node off from etcd for a while, in one direction or both."""
         can_send, can_receive = self._rng.choice(((False, False), (True, False), (False, True)))
-        self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s: speaks {can_send}, hears {can_receive}")
+        self._record_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s: speaks {can_send}, hears {can_receive}")
         target.coordinator.cut(can_send=can_send, can_receive=can_receive)
         self._later(fault.lasts_s, self._reconnect, target)
 
@@ -328,16 +328,16 @@ class Faults:
         target.coordinator.cut(can_send=True, can_receive=True)
 
     def _etcd_compaction(self, fault: Fault, target: SimNode) -> None:
-        self._log_fault(fault, "")
+        self._record_fault(fault, "")
         self._world.etcd.compact()
 
     def _watch_break(self, fault: Fault, target: SimNode) -> None:
-        self._log_fault(fault, target.id)
+        self._record_fault(fault, target.id)
         target.coordinator.break_streams()
 
     def _watch_stall(self, fault: Fault, target: SimNode) -> None:
         """Stops the events of a node's watches for a while; calls work."""
-        self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        self._record_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         target.coordinator.stall(True)
         self._later(fault.lasts_s, target.coordinator.stall, False)
 
@@ -345,7 +345,7 @@ class Faults:
         other = self._pick_peer(target, certain=fault.to_peer)
         if other is not None:
             one, two = (target, other) if fault.to_peer or self._rng.random() < 0.5 else (other, target)
-            self._log_fault(fault, f"{one.id} to {two.id} for {fault.lasts_s:.3f} s")
+            self._record_fault(fault, f"{one.id} to {two.id} for {fault.lasts_s:.3f} s")
             self._cut_link(one, two, fault.lasts_s)
 
     def _cut_link(self, one: SimNode, other: SimNode, lasts_s: float) -> None:
@@ -356,14 +356,14 @@ class Faults:
     def _cut_both_ways(self, fault: Fault, target: SimNode) -> None:
         other = self._pick_peer(target)
         if other is not None:
-            self._log_fault(fault, f"{target.id} and {other.id} for {fault.lasts_s:.3f} s")
+            self._record_fault(fault, f"{target.id} and {other.id} for {fault.lasts_s:.3f} s")
             self._cut_link(target, other, fault.lasts_s)
             self._cut_link(other, target, fault.lasts_s)
 
     def _isolation(self, fault: Fault, target: SimNode) -> None:
         """Cuts a node off from all others, and perhaps from etcd."""
         also = self._rng.random() < 0.5
-        self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s{', also from etcd' if also else ''}")
+        self._record_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s{', also from etcd' if also else ''}")
         for other in self._world.existing():
             if other is not target:
                 self._cut_link(target, other, fault.lasts_s)
@@ -375,22 +375,22 @@ class Faults:
     def _reset(self, fault: Fault, target: SimNode) -> None:
         other = self._pick_peer(target)
         if other is not None:
-            self._log_fault(fault, f"{target.id} and {other.id}")
+            self._record_fault(fault, f"{target.id} and {other.id}")
             self._world.network.reset(target.id, other.id)
 
     def _half_open(self, fault: Fault, target: SimNode) -> None:
         other = self._pick_peer(target)
         if other is not None:
-            self._log_fault(fault, f"{target.id} and {other.id}")
+            self._record_fault(fault, f"{target.id} and {other.id}")
             self._world.network.half_open(target.id, other.id)
 
     def _join(self, fault: Fault, target: SimNode) -> None:
         if len(self._world.existing()) < 6:
-            self._log_fault(fault, self._world.add().id)
+            self._record_fault(fault, self._world.add().id)
 
     def _drain(self, fault: Fault, target: SimNode) -> None:
         if self._is_survivable(target) and len(self._world.existing()) > 1:
-            self._log_fault(fault, target.id)
+            self._record_fault(fault, target.id)
             target.draining = True
             self._world.loop.call_soon(target.node.drain, "asked to", context=target.process.new_context())
             if fault.again:
@@ -399,21 +399,21 @@ class Faults:
     def _place_slow(self, fault: Fault, target: SimNode) -> None:
         """Slows the checkpoint disk down, for one node or for all."""
         whose = "all nodes" if fault.again else target.id
-        self._log_fault(fault, f"{whose}, up to {fault.lasts_s:.3f} s for {2 * fault.lasts_s:.3f} s")
+        self._record_fault(fault, f"{whose}, up to {fault.lasts_s:.3f} s for {2 * fault.lasts_s:.3f} s")
         disk = self._world.disk if fault.again else target.disk
         disk.extra_s = fault.lasts_s
         self._later(2 * fault.lasts_s, disk.mend)
 
     def _place_full(self, fault: Fault, target: SimNode) -> None:
         """Fails a node's writes to the checkpoint disk for `fault.lasts_s`: no space left."""
-        self._log_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        self._record_fault(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         target.disk.full = True
         self._later(fault.lasts_s, target.disk.mend)
 
     def _place_forgets(self, fault: Fault, target: SimNode) -> None:
         """Makes the disk lose or damage the next files."""
         count = self._rng.choice((1, 1, 2))
-        self._log_fault(fault, f"the next {count}")
+        self._record_fault(fault, f"the next {count}")
         self._world.disk.lose_next += count
 
     def _place_loses(self, fault: Fault, target: SimNode) -> None:
@@ -422,7 +422,7 @@ class Faults:
         assert view.checkpoint is not None and view.epoch is not None
         name, at = view.checkpoint.record.name, view.epoch.record
         path = disk.damage_checkpoint(name)
-        self._log_fault(fault, path)
+        self._record_fault(fault, path)
         going_back = any(known.node.takeovers.any_under_way for known in self._world.existing())
         if path and (going_back or (at.lineage and at.epoch == at.base)):  # no commit since the roll-back
             disk.lost_in_use.add(name)
@@ -430,7 +430,7 @@ class Faults:
     def _keys_deleted(self, fault: Fault, target: SimNode) -> None:
         """Deletes the keys of one node, or of all, as a user might by mistake."""
         world = self._world
-        self._log_fault(fault, "of all nodes" if fault.again else target.id)
+        self._record_fault(fault, "of all nodes" if fault.again else target.id)
         key = Delete(world.keys.nodes, prefix=True) if fault.again else Delete(world.keys.node(target.id))
         txn = Txn(success=(key,))
         self._later(0.0, world.etcd.arrive, lambda: discard(world.etcd.store.execute(txn)))

@@ -17,7 +17,7 @@ from taskgraph.protocol.kv import KeyEvent, KeyValue
 from taskgraph.protocol.messages import Encoded, Stamp
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, JobStatus, MemberRecord, PrimaryRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.testing.simulate.runs import Runs, Violation
+from taskgraph.testing.simulate.executions import TaskExecutions, Violation
 from taskgraph.testing.simulate.shared import Sharing
 from taskgraph.testing.simulate.workload import reported_number
 
@@ -53,7 +53,7 @@ class Invariants:
         self,
         job: str,
         tasks: int,
-        runs: Runs,
+        runs: TaskExecutions,
         first: Mapping[int, int],
         *,
         living: Callable[[], Mapping[str, Node]],

@@ -28,7 +28,7 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-__all__ = ["Clock", "Process", "SimLoop", "SimulationHalted", "call_at_own_time", "later", "outside", "own_time"]
+__all__ = ["HostClock", "Process", "SimLoop", "SimulationHalted", "call_at_own_time", "later", "outside", "own_time"]
 
 _MAX_AT_ONCE = 200_000
 """Callbacks at one moment of virtual time. More callbacks mean an endless loop."""
@@ -41,7 +41,7 @@ class SimulationHalted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class HostClock:
     """A host's monotonic clock."""
 
     rate: float = 1.0
@@ -56,7 +56,7 @@ class Clock:
         return reads - self.ahead_s if self.rate == 1.0 else (reads - self.ahead_s) / self.rate + _ROUNDING_S
 
 
-_LOOP_CLOCK = Clock()
+_LOOP_CLOCK = HostClock()
 _ROUNDING_S = 1e-9
 
 
@@ -269,7 +269,7 @@ class SimLoop(asyncio.BaseEventLoop):
         pass
 
     def _run_once(self) -> None:
-        """Runs steps until the loop stops: a return to the caller after each step would be slow."""
+        """Runs steps until the loop stops, where asyncio runs one: a return to the caller after each would be slow."""
         while not self._stopping:  # type: ignore[attr-defined]
             self._run_step()
 

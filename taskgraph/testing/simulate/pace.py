@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from taskgraph.protocol.messages import Answer, Item
 from taskgraph.testing.simulate.drawing import CallFaults
-from taskgraph.testing.simulate.loop import Clock
+from taskgraph.testing.simulate.loop import HostClock
 from taskgraph.testing.simulate.threads import FunctionTiming
 
 __all__ = ["HostClocks", "MemoryShortage", "Pace", "SlowActors", "SlowLink", "StepTimes"]
@@ -179,14 +179,14 @@ class HostClocks:
     def __init__(self, rng: random.Random, *, share: float) -> None:
         self._rng = rng
         self.drift = rng.choice((0.001, MAX_CLOCK_DRIFT, MAX_CLOCK_DRIFT)) if rng.random() < share else 0.0
-        self._by_host: dict[str, Clock] = {}
+        self._by_host: dict[str, HostClock] = {}
 
-    def clock_of(self, host: str) -> Clock:
+    def clock_of(self, host: str) -> HostClock:
         """Returns the clock of a host, always the same one."""
         if self.drift and host not in self._by_host:
             rate = 1.0 + self._rng.choice((-1.0, 1.0, self._rng.uniform(-1.0, 1.0))) * self.drift
-            self._by_host[host] = Clock(rate, _MAX_CLOCK_OFFSET_S * self._rng.random())
-        return self._by_host.get(host, Clock())
+            self._by_host[host] = HostClock(rate, _MAX_CLOCK_OFFSET_S * self._rng.random())
+        return self._by_host.get(host, HostClock())
 
 
 class SlowLink:
@@ -225,23 +225,23 @@ class Pace:
 
     @classmethod
     def draw(cls, seed: int, now: Callable[[], float]) -> Pace:
-        def of(what: str) -> random.Random:
+        def rng_for(what: str) -> random.Random:
             return random.Random(f"{what} of {seed}")
 
         call_faults = CallFaults(
-            of("reads and probes"),
+            rng_for("reads and probes"),
             share=LOST_READS_SHARE,
-            writes=of("transactions and reports"),
+            writes=rng_for("transactions and reports"),
             writes_share=LOST_WRITES_SHARE,
         )
         return cls(
             call_faults,
-            StepTimes(of("steps"), share=STEP_TIMES_SHARE),
-            FunctionTiming(of("ends"), share=FUNCTION_TIMING_SHARE),
-            SlowActors(of("who comes last"), share=SLOW_ACTORS_SHARE, now=now),
-            MemoryShortage(of("memory"), share=MEMORY_SHORTAGE_SHARE),
-            HostClocks(of("clocks"), share=CLOCK_DRIFT_SHARE),
-            SlowLink(of("links"), share=SLOW_LINK_SHARE),
+            StepTimes(rng_for("steps"), share=STEP_TIMES_SHARE),
+            FunctionTiming(rng_for("ends"), share=FUNCTION_TIMING_SHARE),
+            SlowActors(rng_for("who comes last"), share=SLOW_ACTORS_SHARE, now=now),
+            MemoryShortage(rng_for("memory"), share=MEMORY_SHORTAGE_SHARE),
+            HostClocks(rng_for("clocks"), share=CLOCK_DRIFT_SHARE),
+            SlowLink(rng_for("links"), share=SLOW_LINK_SHARE),
         )
 
     @classmethod

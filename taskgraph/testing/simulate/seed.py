@@ -42,12 +42,12 @@ from taskgraph.testing.simulate.drawing import (
     draw_report_crashes,
     draw_resubmission,
 )
-from taskgraph.testing.simulate.faults import Faults
+from taskgraph.testing.simulate.executions import Violation
+from taskgraph.testing.simulate.faults import FaultInjector
 from taskgraph.testing.simulate.loop import SimLoop, SimulationHalted, own_time
 from taskgraph.testing.simulate.pace import Pace
-from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
-from taskgraph.testing.simulate.workload import Mistake, Workload
+from taskgraph.testing.simulate.workload import RaisingMethod, Workload
 from taskgraph.testing.simulate.world import World, errors_as_violations
 
 __all__ = ["Outcome", "Stuck", "run_seed", "with_cpu_limit", "without_garbage_collection"]
@@ -308,7 +308,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     leaving_rng = random.Random(f"leaves of {outcome.seed}")
     workload.torn_down = leaving_rng.random() < LEAVING_SHARE
     if mistakes:
-        workload.mistake = Mistake.draw(random.Random(f"mistakes of {outcome.seed}"), workload.tasks)
+        workload.mistake = RaisingMethod.draw(random.Random(f"mistakes of {outcome.seed}"), workload.tasks)
     races = random.Random(f"races of {outcome.seed}")
     race = choose_race(races, talks=workload.talks and workload.tasks > 2, has_checkpoints=has_checkpoints)
     if race == "late seal":
@@ -345,7 +345,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     outcome.described += "".join(f", {what}" for what, so in has.items() if so)
     ruthless = rng.random() < 0.05
     chance = random.Random(rng.getrandbits(64))
-    faults = Faults(world, planned, chance, ruthless=ruthless)
+    faults = FaultInjector(world, planned, chance, ruthless=ruthless)
     if has_checkpoints:
         faults.add_around_checkpoints(draw_checkpoint_faults(checkpoint_rng))
     if workload.in_flight_tasks:
@@ -426,7 +426,7 @@ async def _submit_again(world: World, again: Resubmission, nodes: int) -> None:
         submitted.result()
 
 
-async def _wait_until_ended(world: World, faults: Faults, *, collects: bool) -> None:
+async def _wait_until_ended(world: World, faults: FaultInjector, *, collects: bool) -> None:
     """Waits until all nodes have ended by themselves, with faults until `LEAVES_S`.
 
     Args:
@@ -457,7 +457,7 @@ async def _wait_until_ended(world: World, faults: Faults, *, collects: bool) -> 
     world.check_no_node_keys_left()
 
 
-async def _wait_for_outcome(world: World, faults: Faults) -> str:
+async def _wait_for_outcome(world: World, faults: FaultInjector) -> str:
     """Waits for the job's end, and checks its result. Returns how it ended, as `Outcome.ended`. Raises Violation."""
     status = asyncio.ensure_future(world.final_status())
     waiting: list[asyncio.Future[Any]] = [status]
@@ -485,7 +485,7 @@ async def _wait_for_outcome(world: World, faults: Faults) -> str:
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _wait_for(work: asyncio.Future[T], world: World, faults: Faults, otherwise: str) -> T:
+async def _wait_for(work: asyncio.Future[T], world: World, faults: FaultInjector, otherwise: str) -> T:
     """Waits for `work`, first with faults, after `HEAL_S` without.
 
     Raises:
@@ -503,7 +503,7 @@ async def _wait_for(work: asyncio.Future[T], world: World, faults: Faults, other
     return work.result()
 
 
-def _heal(world: World, faults: Faults) -> None:
+def _heal(world: World, faults: FaultInjector) -> None:
     """Ends all faults, and starts nodes if there are too few: nodes without etcd may have ended."""
     faults.end()
     world.transcript.add("world", "heal", "no failure from now on")

@@ -21,7 +21,7 @@ import taskgraph as tg
 from taskgraph.shape import is_stateless
 from taskgraph.testing.simulate.shared import Sharing, with_shared
 
-__all__ = ["HOOKS", "Mistake", "Recorder", "Step", "Workload", "mix"]
+__all__ = ["HOOKS", "PlannedProcessor", "RaisingMethod", "Recorder", "Workload", "mix"]
 
 _MASK = (1 << 64) - 1
 _RELAY_SALT = 11
@@ -44,7 +44,7 @@ def reported_number(state: int) -> float:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedProcessor:
     """One processor of one task in one epoch."""
 
     index: int
@@ -62,11 +62,11 @@ class Step:
 
 
 HOOKS = ("setup", "restore", "on_commit", "on_event", "compose", "sync", "result")
-"""Methods that a `Mistake` may make raise."""
+"""Methods that a `RaisingMethod` may make raise."""
 
 
 @dataclass
-class Mistake:
+class RaisingMethod:
     """A method of one task that raises in some of its calls.
 
     Attributes:
@@ -83,14 +83,14 @@ class Mistake:
     raised: int = 0
 
     @classmethod
-    def draw(cls, rng: random.Random, tasks: int) -> Mistake:
+    def draw(cls, rng: random.Random, tasks: int) -> RaisingMethod:
         where = rng.choice((*HOOKS, "restore", "restore", "on_commit", "on_event"))
         first = rng.choice((1, 2, 3, 4, 6)) if where in ("setup", "restore", "result") else rng.randint(1, 12)
         return cls(where, rng.randrange(tasks), first, rng.choice((1, 1, 2, 1_000_000)))
 
     @property
     def text(self) -> str:
-        """Describes the mistake, in the seed's description and in the error."""
+        """Says which method of which task raises: in the seed's description, and as the error's text."""
         return f"a mistake in {self.where} of task {self.task}"
 
     def raise_if_due(self, where: str, task: int) -> None:
@@ -117,16 +117,16 @@ _MAX_STEPS = 4
 
 
 class Recorder(Protocol):
-    """Called by user code with what it does in each run of an epoch; `runs.Runs` implements it.
+    """Called by user code with what it does in each run of an epoch; `executions.TaskExecutions` implements it.
 
     `steps` are the run's processors, `last_commit` is the epoch of the last `on_commit`, `consumed` are a step's items,
     and `state` is the task's state: after the epoch in `on_epoch_end`, which each sync point calls.
     """
 
-    def on_compose(self, epoch: Any, steps: tuple[Step, ...], last_commit: int | None) -> None: ...
-    def on_epoch_begin(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
+    def on_compose(self, epoch: Any, steps: tuple[PlannedProcessor, ...], last_commit: int | None) -> None: ...
+    def on_epoch_begin(self, epoch: Any, steps: tuple[PlannedProcessor, ...]) -> None: ...
     def on_state_read(self, epoch: Any, state: int) -> None: ...
-    def on_compute(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None: ...
+    def on_compute(self, epoch: Any, step: PlannedProcessor, consumed: dict[tuple[str, int], int]) -> None: ...
     def on_put(self, epoch: Any, tag: str, to: int, value: int) -> None: ...
     def on_flag_sent(self, epoch: Any, to: int, value: int) -> None: ...
     def on_flag_received(self, epoch: Any, sender: int, value: int) -> None: ...
@@ -146,7 +146,7 @@ class Workload:
     tasks: int
     epochs: int
     backups: int
-    plan: tuple[tuple[tuple[Step, ...], ...], ...]  # epoch, task
+    plan: tuple[tuple[tuple[PlannedProcessor, ...], ...], ...]  # epoch, task
     talks: bool  # tasks send flags or requests
     erratic: frozenset[int]  # tasks that compute other values each time
     without_state: frozenset[int]  # tasks without state
@@ -169,7 +169,7 @@ class Workload:
     rerun: dict[int, Any] = field(default_factory=dict)  # epoch -> first run of the moody task
     hears_s: float = 0.0  # how long `on_flag` sleeps; 0: it is a plain function
     same_plan: bool = False  # all epochs have the same plan
-    mistake: Mistake | None = None
+    mistake: RaisingMethod | None = None
     torn_down: bool = False  # tasks have a `teardown`; no code may run after it
     sharing: Sharing | None = None  # which tasks have shared state
 
@@ -280,7 +280,7 @@ class Workload:
         self.asks_on, self.opens = None, frozenset()
         others = [task for task in range(1, self.tasks) if task != self.moody]
 
-        def only_flags(task: int, step: Step) -> Step:
+        def only_flags(task: int, step: PlannedProcessor) -> PlannedProcessor:
             says = task == self.moody and step.outbound and rng.random() < 0.7
             return replace(step, requests=(), flags=(rng.choice(others),) if says else ())
 
@@ -294,7 +294,7 @@ class Workload:
         first = self.rerun.setdefault(epoch.number, epoch._work) is epoch._work
         return self.chaos.random() < (0.8 if first else 0.2)
 
-    def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
+    def steps(self, epoch: int, task: int) -> tuple[PlannedProcessor, ...]:
         """Returns the processors of a task in an epoch."""
         # If a task ends the job, other tasks may run ahead of the last epoch, in vain.
         return self.plan[min(epoch, self.epochs - 1)][task]
@@ -366,7 +366,7 @@ class Workload:
         items: dict[tuple[str, int, int], int] = {}
         heard = [0] * self.tasks
         inputs: dict[int, list[int]] = {}
-        last: dict[int, Step] = {}
+        last: dict[int, PlannedProcessor] = {}
         trail = [0] * self.tasks
         for task in self.opens:
             self._add_message(heard, task, *self.compose_flag(epoch, task, before[task]))
@@ -410,7 +410,7 @@ class Workload:
         return (state + mix(self.seed, state, epoch, task, seen, *read)) & _MASK
 
 
-def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step, ...]]:
+def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[PlannedProcessor, ...]]:
     """Draws the steps of each task in an epoch. Only steps of later layers consume a layer's items: no deadlocks."""
     layers = rng.choice((1, 1, 2, 3))  # steps of a task before its sync point
     there = [[layer < layers and rng.random() < 0.75 for layer in range(layers)] for _ in range(tasks)]
@@ -435,14 +435,14 @@ def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step,
                 continue
             takes = tuple((tag, tuple(p)) for tag, p in inbound.get((task, layer), {}).items())
             if layer == layers:
-                steps.append(Step(layer, "sync", takes))
+                steps.append(PlannedProcessor(layer, "sync", takes))
                 continue
             others = [t for t in range(tasks) if t != task]
             flags = tuple(rng.sample(others, 1)) if talks and others and rng.random() < 0.4 else ()
             requests = tuple(rng.sample(others, 1)) if talks and others and rng.random() < 0.4 else ()
             looks = tuple(rng.sample(others, 1)) if talks and others and rng.random() < 0.15 else ()
             steps.append(
-                Step(
+                PlannedProcessor(
                     layer,
                     f"p{layer}",
                     takes,
@@ -459,7 +459,9 @@ def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step,
     return plans
 
 
-def _draw_stateless_steps(rng: random.Random, steps: tuple[Step, ...], *, keeps_nothing: bool) -> tuple[Step, ...]:
+def _draw_stateless_steps(
+    rng: random.Random, steps: tuple[PlannedProcessor, ...], *, keeps_nothing: bool
+) -> tuple[PlannedProcessor, ...]:
     """Returns a task's steps with new draws: which are `@tg.stateless`, and how long each sleeps (then epochs overlap).
 
     Args:
@@ -507,13 +509,13 @@ class _NoState(tg.Task):
                 parallel=step.parallel,
             )
 
-    def _processor_of(self, step: Step) -> Callable[..., Any]:
+    def _processor_of(self, step: PlannedProcessor) -> Callable[..., Any]:
         """Returns the method that executes a step."""
         if step.outbound:
             return self.wait if step.waits else self.run
         return self.slow_sync if step.waits else self.sync
 
-    def _consume(self, step: Step, ins: Any) -> dict[tuple[str, int], int]:
+    def _consume(self, step: PlannedProcessor, ins: Any) -> dict[tuple[str, int], int]:
         """Reads all items of a step: (tag, producer) -> number."""
         return {
             (tag, producer): int(np.asarray(value).reshape(-1)[0])
@@ -521,7 +523,7 @@ class _NoState(tg.Task):
             for producer, value in ins.all(tag).items()
         }
 
-    def _compute_value(self, step: Step, epoch: Any, consumed: dict[tuple[str, int], int]) -> int:
+    def _compute_value(self, step: PlannedProcessor, epoch: Any, consumed: dict[tuple[str, int], int]) -> int:
         """Returns the number from which a step's items and messages follow, and records the step."""
         work = self._workload
         if step.early:
@@ -543,7 +545,7 @@ class _NoState(tg.Task):
         self._recorder.on_state_read(epoch, state)
         return state
 
-    def _send_results(self, step: Step, epoch: Any, outs: Any, value: int) -> None:
+    def _send_results(self, step: PlannedProcessor, epoch: Any, outs: Any, value: int) -> None:
         """Sends the step's flags, and puts its items."""
         work = self._workload
         silent = self.task_id == work.moody and work.draw_silence(epoch)
@@ -556,10 +558,10 @@ class _NoState(tg.Task):
                 self._recorder.on_put(epoch, tag, to, item)
                 outs.put(tag, np.full(4, item, dtype=np.uint64) if step.bulk else item, to=to)
 
-    def run(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+    def run(self, step: PlannedProcessor, epoch: Any, ins: Any, outs: Any) -> None:
         self._send_results(step, epoch, outs, self._compute_value(step, epoch, self._consume(step, ins)))
 
-    async def wait(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+    async def wait(self, step: PlannedProcessor, epoch: Any, ins: Any, outs: Any) -> None:
         value = self._compute_value(step, epoch, self._consume(step, ins))
         for to in step.looks:
             value = mix(value, await epoch.request(to, "look", value))
@@ -574,15 +576,15 @@ class _NoState(tg.Task):
                 self._read_state(epoch)  # the state must be unchanged
         self._send_results(step, epoch, outs, value)
 
-    def sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+    def sync(self, step: PlannedProcessor, epoch: Any, ins: Any, outs: Any) -> None:
         self._finish_epoch(epoch, self._next_state(step, epoch, ins))
 
-    async def slow_sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+    async def slow_sync(self, step: PlannedProcessor, epoch: Any, ins: Any, outs: Any) -> None:
         after = self._next_state(step, epoch, ins)
         await asyncio.sleep(step.lasts_s)
         self._finish_epoch(epoch, after)
 
-    def _next_state(self, step: Step, epoch: Any, ins: Any) -> int:
+    def _next_state(self, step: PlannedProcessor, epoch: Any, ins: Any) -> int:
         """Records the sync point, and returns the state after it."""
         work, consumed = self._workload, self._consume(step, ins)
         self._fail_after_last_epoch(epoch)
@@ -693,7 +695,7 @@ class _InFlightNoState(_NoState):
     def compose(self, epoch: Any) -> None:
         self._compose(epoch)
 
-    def _processor_of(self, step: Step) -> Callable[..., Any]:
+    def _processor_of(self, step: PlannedProcessor) -> Callable[..., Any]:
         if not step.early:
             return super()._processor_of(step)
         if step.outbound:
@@ -701,19 +703,19 @@ class _InFlightNoState(_NoState):
         return self.early_slow_sync if step.waits else self.early_sync
 
     @tg.stateless
-    def early_run(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+    def early_run(self, step: PlannedProcessor, epoch: Any, ins: Any, outs: Any) -> None:
         self.run(step, epoch, ins, outs)
 
     @tg.stateless
-    async def early_wait(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+    async def early_wait(self, step: PlannedProcessor, epoch: Any, ins: Any, outs: Any) -> None:
         await self.wait(step, epoch, ins, outs)
 
     @tg.stateless
-    def early_sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+    def early_sync(self, step: PlannedProcessor, epoch: Any, ins: Any, outs: Any) -> None:
         self.sync(step, epoch, ins, outs)  # only tasks without state: the value is that of `setup`
 
     @tg.stateless
-    async def early_slow_sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+    async def early_slow_sync(self, step: PlannedProcessor, epoch: Any, ins: Any, outs: Any) -> None:
         await self.slow_sync(step, epoch, ins, outs)
 
 
@@ -735,14 +737,14 @@ class _SamePlanNoState(_InFlightNoState):
                 parallel=step.parallel,
             )
 
-    def step_at(self, at: int, epoch: Any) -> Step:
+    def step_at(self, at: int, epoch: Any) -> PlannedProcessor:
         """Returns the task's step number `at`, for a method: the graph is reusable only if its computes are methods."""
         steps = self._workload.steps(0, self.task_id)
         self._recorder.on_epoch_begin(epoch, steps)
         return steps[at]
 
 
-def _with_mistake(kind: type[_NoState], mistake: Mistake, *, stateful: bool) -> type[_NoState]:
+def _with_mistake(kind: type[_NoState], mistake: RaisingMethod, *, stateful: bool) -> type[_NoState]:
     """Returns a subclass whose method `mistake.where` raises in the calls that the mistake counts.
 
     Returns the class itself if that method is `restore` of a task without state: it is never called.

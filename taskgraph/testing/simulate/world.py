@@ -33,11 +33,11 @@ from taskgraph.protocol.records import CheckpointRecord, GoneRecord, JobStatus, 
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.disk import FileThreads, NodeDisk, SimDisk, launcher_uses
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
+from taskgraph.testing.simulate.executions import TaskExecutions, Violation
 from taskgraph.testing.simulate.invariants import Invariants, kind_of
 from taskgraph.testing.simulate.loop import Process, SimLoop, outside
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.testing.simulate.pace import Pace
-from taskgraph.testing.simulate.runs import Runs, Violation
 from taskgraph.testing.simulate.shared import Sharing
 from taskgraph.testing.simulate.threads import InlineThreads
 from taskgraph.testing.simulate.transcript import Transcript
@@ -49,7 +49,7 @@ _MESSAGE_OF_BATCH = {"Reports": "Report", "Offers": "Offer", "WrittenFiles": "Wr
 """Maps a kind of batch to the kind of its messages: moments of a message occur for its batches, too."""
 
 
-class Moment(Protocol):
+class MomentHook(Protocol):
     """Called with the name of a moment (see `drawing`), and the one or two nodes that it concerns ("" for none)."""
 
     def __call__(self, name: str, node: str, peer: str = "") -> None: ...
@@ -83,7 +83,7 @@ class _RunState:
     """One run of the job's name: its job, its records and its invariants."""
 
     workload: Workload
-    runs: Runs
+    runs: TaskExecutions
     job: tg.Job
     spec: JobSpec
     invariants: Invariants
@@ -123,7 +123,7 @@ class World:
         self._gone_before: set[str] = set()  # nodes that were gone at a later submission
         self._evictions: dict[str, Txn] = {}  # member key -> the last eviction sent
         self.shut_down = False  # a user cancelled the job
-        self.moment: Moment = lambda name, node, peer="": None
+        self.moment: MomentHook = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
         self._disk_rng = disk_rng
         self.pace = pace or Pace.none()
@@ -169,7 +169,7 @@ class World:
 
     def _create_run(self, run: str, workload: Workload) -> _RunState:
         """Creates the job, records and invariants of a run."""
-        runs = Runs(
+        runs = TaskExecutions(
             lambda: self.transcript.count_state("epochs in flight"),
             lambda: self.transcript.count_state("torn down"),
             revision=lambda: self.invariants.view.revision,

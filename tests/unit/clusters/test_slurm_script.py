@@ -12,7 +12,7 @@ import pytest
 from taskgraph.clusters.slurm.commands import queued_elements, run_slurm
 from taskgraph.clusters.slurm.folder import Folder
 from taskgraph.clusters.slurm.resources import Resources
-from taskgraph.clusters.slurm.script import Element, array_words, script
+from taskgraph.clusters.slurm.script import ElementSpec, array_words, script
 from taskgraph.clusters.slurm.state import (
     QueuedElement,
     departures,
@@ -35,9 +35,11 @@ def job(
     return JOB.format(state=state, requeue=requeue, ran=ran, limit=limit, preempted=preempted)
 
 
-def element(folder: Path, python: str = "python3", *, own_etcd: bool = True, listen: str = "$(hostname)") -> Element:
+def element(
+    folder: Path, python: str = "python3", *, own_etcd: bool = True, listen: str = "$(hostname)"
+) -> ElementSpec:
     kept = Folder(folder)
-    return Element(
+    return ElementSpec(
         job="fit",
         python=python,
         directory=folder.parent,

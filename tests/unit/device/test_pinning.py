@@ -23,7 +23,7 @@ from taskgraph.protocol.messages import Encoded
 from taskgraph.system.host import memory_bytes
 from taskgraph.transport import segments
 from taskgraph.transport.pages import huge_page_bytes
-from taskgraph.transport.segments import Pool, Use
+from taskgraph.transport.segments import Pool, SegmentUse
 
 HOST = np.arange(200_000.0)
 MIB = 1 << 20
@@ -129,7 +129,7 @@ def test_unlocked_before_freed(soft: SoftDevice, pool: Pool, clock: Clock) -> No
 def test_unlocked_pages_are_returned(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
     kept = pool.allocate(100_000)
     value = copy_to_host(put(soft), allocate=pool.allocate)
-    assert kept is not None and isinstance(kept.origin, Use) and len(soft.registered) == 1
+    assert kept is not None and isinstance(kept.origin, SegmentUse) and len(soft.registered) == 1
     kept.fill(7)
     assert kept.origin.region is not None
     fd = kept.origin.region.fd

@@ -43,13 +43,13 @@ def run(size: int, least: int, scenario: tuple[int, str]) -> Any:
 def slice_sums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of elements of each sum of a slice."""
     found: list[int] = []
-    put = Slices.put
+    put = Slices.put_sum
 
     def noted(self: Slices, view: int, position: int, owner: str, sums: Sums) -> None:
         found.append(sum(array.size for array in sums.arrays))
         put(self, view, position, owner, sums)
 
-    monkeypatch.setattr(Slices, "put", noted)
+    monkeypatch.setattr(Slices, "put_sum", noted)
     return found
 
 

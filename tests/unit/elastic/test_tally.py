@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taskgraph.elastic_jobs.piece_queue import FinishedPiece, PieceQueue, wanted_length
-from taskgraph.elastic_jobs.tally import News, Tally, holder_of, share_of_round, worker_of
+from taskgraph.elastic_jobs.tally import Tally, WorkerNews, holder_of, share_of_round, worker_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.dealing import QueueLedger, Ticket
 
 VIEW = (3, ("n1.0", "n2.0", "n3.2"))
 
 
-def rounds_of(tally: Tally, *news: News) -> Any:
+def rounds_of(tally: Tally, *news: WorkerNews) -> Any:
     """Applies contributions as they travel."""
-    return tally.apply([News.of(decode(encode(each.value()))) for each in news])
+    return tally.apply([WorkerNews.of(decode(encode(each.value()))) for each in news])
 
 
 def begun(pieces: int, **options: Any) -> Tally:
     tally = Tally(QueueLedger(pieces, **options))
-    rounds_of(tally, News("n1.0", view=VIEW))
+    rounds_of(tally, WorkerNews("n1.0", view=VIEW))
     return tally
 
 
@@ -34,16 +34,18 @@ def test_holders_are_entries_of_workers() -> None:
 
 def test_the_last_pieces_are_shared_in_proportion() -> None:
     tally = begun(10)
-    settled = rounds_of(tally, News("n1.0", wants=30), News("n2.0", wants=10), News("n3.2"))
+    settled = rounds_of(tally, WorkerNews("n1.0", wants=30), WorkerNews("n2.0", wants=10), WorkerNews("n3.2"))
     assert {holder: len(tickets) for holder, tickets in settled.dealt.items()} == {"n1.0": 7, "n2.0": 2}
     assert tally.ledger.open == 1 and tally.slots == 3
 
 
 def test_a_lost_workers_last_results_count() -> None:
     tally = begun(3)
-    mine = rounds_of(tally, News("n2.0", wants=2)).dealt["n2.0"]
+    mine = rounds_of(tally, WorkerNews("n2.0", wants=2)).dealt["n2.0"]
     view = (4, ("n1.0", "n3.2"))
-    settled = rounds_of(tally, News("n2.0", done=[(mine[0], 5)], effects={0: "g"}), News("n1.0", view=view, wants=9))
+    settled = rounds_of(
+        tally, WorkerNews("n2.0", done=[(mine[0], 5)], effects={0: "g"}), WorkerNews("n1.0", view=view, wants=9)
+    )
     assert settled.counted == [("n2.0", mine[0], "g")]
     assert [ticket.piece for ticket in settled.dealt["n1.0"]] == [1, 2]
     assert tally.ledger.rows == 5 and tally.slots == 2
@@ -51,25 +53,25 @@ def test_a_lost_workers_last_results_count() -> None:
 
 def test_a_worker_that_enters_again_holds_nothing_of_before() -> None:
     tally = begun(1)
-    (ticket,) = rounds_of(tally, News("n3.2", wants=1)).dealt["n3.2"]
-    settled = rounds_of(tally, News("n3.6", view=(6, ("n1.0", "n3.6")), done=[(ticket, 1)], wants=1))
+    (ticket,) = rounds_of(tally, WorkerNews("n3.2", wants=1)).dealt["n3.2"]
+    settled = rounds_of(tally, WorkerNews("n3.6", view=(6, ("n1.0", "n3.6")), done=[(ticket, 1)], wants=1))
     assert settled.counted == [] and settled.dealt["n3.6"] == [ticket]
 
 
 def test_errors_count_as_attempts_and_name_the_worker() -> None:
     tally = begun(1, attempts=2)
     for attempt in range(2):
-        (ticket,) = rounds_of(tally, News("n1.0", wants=1)).dealt["n1.0"]
+        (ticket,) = rounds_of(tally, WorkerNews("n1.0", wants=1)).dealt["n1.0"]
         assert ticket == Ticket(0, 0, attempt)
-        settled = rounds_of(tally, News("n1.0", failed=[(ticket, "ValueError: no")]))
+        settled = rounds_of(tally, WorkerNews("n1.0", failed=[(ticket, "ValueError: no")]))
     assert settled.failed is not None
     assert (settled.failed.piece, settled.failed.worker, settled.failed.text) == (0, "n1", "ValueError: no")
 
 
 def test_workers_hear_that_one_of_them_has_nothing() -> None:
     tally = begun(1)
-    assert not rounds_of(tally, News("n1.0", wants=1)).starving
-    assert rounds_of(tally, News("n2.0", wants=1)).starving
+    assert not rounds_of(tally, WorkerNews("n1.0", wants=1)).starving
+    assert rounds_of(tally, WorkerNews("n2.0", wants=1)).starving
 
 
 def test_what_comes_too_late_in_a_queue_is_given_back() -> None:
@@ -89,8 +91,8 @@ def test_what_comes_too_late_in_a_queue_is_given_back() -> None:
 
 def test_pieces_given_back_go_to_others() -> None:
     tally = begun(2)
-    dealt = rounds_of(tally, News("n1.0", wants=2)).dealt["n1.0"]
-    settled = rounds_of(tally, News("n1.0", back=dealt[1:]), News("n2.0", wants=1))
+    dealt = rounds_of(tally, WorkerNews("n1.0", wants=2)).dealt["n1.0"]
+    settled = rounds_of(tally, WorkerNews("n1.0", back=dealt[1:]), WorkerNews("n2.0", wants=1))
     assert settled.dealt == {"n2.0": dealt[1:]}
 
 
@@ -115,7 +117,9 @@ def test_each_piece_counts_once_whatever_happens(seed: int) -> None:
                 if (chance := rng.random()) < 0.4:
                     (done if chance < 0.35 else back).append(ticket)
                     mine.remove(ticket)
-            news.append(News(holder, view, [(t, 1) for t in done], back=back, wants=rng.randrange(5), elapsed_s=0.01))
+            news.append(
+                WorkerNews(holder, view, [(t, 1) for t in done], back=back, wants=rng.randrange(5), elapsed_s=0.01)
+            )
         if rng.random() < 0.2:
             news.pop(rng.randrange(len(news)))  # its slot had no contribution of its own
             held = {each.holder: held[each.holder] for each in news} | {h: held[h] for h in workers if h in held}
@@ -132,7 +136,7 @@ def test_each_piece_counts_once_whatever_happens(seed: int) -> None:
 
 def test_an_earlier_runs_holders_are_lost() -> None:
     tally = begun(2)
-    rounds_of(tally, News("n1.0", wants=2))
+    rounds_of(tally, WorkerNews("n1.0", wants=2))
     again = Tally.of(tally.state(), same_run=False)
     assert again.ledger.open == 2 and again.view == (-1, ())
 
@@ -177,7 +181,7 @@ def test_one_slow_worker_of_four_costs_little(piece_ms: int, pieces: int) -> Non
                 ends[holder] = millisecond + takes_ms[holder]
         if millisecond % 17:
             continue
-        news = [News(holder, view, elapsed_s=0.017) for holder in queues]
+        news = [WorkerNews(holder, view, elapsed_s=0.017) for holder in queues]
         for each in news:
             queue = queues[each.holder]
             each.done = [(finished.ticket, 1) for finished in queue.take_finished()]

@@ -47,7 +47,7 @@ def noise(size: int, seed: int = 0) -> bytes:
 
 @pytest.fixture(params=[1, 4], ids=["alone", "shared"])
 def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(worksharing, "_team", worksharing._Team())
+    monkeypatch.setattr(worksharing, "_team", worksharing._HelperThreads())
     monkeypatch.setattr(worksharing, "_IDLE_S", 0.05)
     monkeypatch.setattr(worksharing, "cores", lambda: request.param)
     monkeypatch.setattr(worksharing, "idle_cores", lambda: 9)

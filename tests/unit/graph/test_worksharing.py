@@ -29,7 +29,7 @@ idle_here = worksharing.idle_cores
 @pytest.fixture(autouse=True)
 def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Helpers of the test's own, which end soon; and two cores, whatever the machine has, one of them idle."""
-    monkeypatch.setattr(worksharing, "_team", worksharing._Team())
+    monkeypatch.setattr(worksharing, "_team", worksharing._HelperThreads())
     monkeypatch.setattr(worksharing, "_IDLE_S", 0.2)
     monkeypatch.setattr(worksharing, "cores", lambda: 2)
     monkeypatch.setattr(worksharing, "idle_cores", lambda: 99)

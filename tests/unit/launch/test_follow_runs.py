@@ -30,7 +30,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.run import _cancel_unbegun
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.launch.supervise import Hooks, Supervisor
+from taskgraph.launch.supervise import FrontEndHooks, Supervisor
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue, Put, Txn, TxnResult
 from taskgraph.protocol.records import CheckpointRecord, JobStatus, PrimaryRecord, StatusRecord
@@ -108,7 +108,7 @@ async def test_ended_run_replaces_no_node(monkeypatch: pytest.MonkeyPatch, tmp_p
     coordinator, first = MemoryCoordinator(MemoryStore()), spec()
     await submit(coordinator, first)
     async with followed(coordinator, first) as follower:
-        nodes = Supervisor(first, ENTRY, coordinator, follower, Hooks(), replace=True)._nodes
+        nodes = Supervisor(first, ENTRY, coordinator, follower, FrontEndHooks(), replace=True)._nodes
         assert nodes._replace()
         await end(coordinator)
         await submit(coordinator, spec())

@@ -18,7 +18,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.launch.run import arun
-from taskgraph.launch.supervise import Hooks
+from taskgraph.launch.supervise import FrontEndHooks
 from taskgraph.observe.events import Event
 
 
@@ -232,7 +232,7 @@ async def test_beginning_is_reported_before_the_first_commit() -> None:
         def compose(self, epoch: tg.Epoch) -> None: ...
 
     events: list[Event] = []
-    await arun(tg.Job(tasks=2, epochs=2, builder=Idle, name="idle"), nodes=0, hooks=Hooks(events.append))
+    await arun(tg.Job(tasks=2, epochs=2, builder=Idle, name="idle"), nodes=0, hooks=FrontEndHooks(events.append))
     said = [event.kind for event in events if event.kind in ("began", "commit", "finished")]
     assert said == ["began", "commit", "commit", "finished"]
 

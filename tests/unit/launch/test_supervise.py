@@ -24,7 +24,7 @@ from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.launch.supervise import Hooks, Supervisor, end_reason, launch_nodes
+from taskgraph.launch.supervise import FrontEndHooks, Supervisor, end_reason, launch_nodes
 from taskgraph.network.listening import NOWHERE
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
@@ -43,7 +43,7 @@ ENTRY = JobEntry(name="fit", etcd="a:1", token="", pid=0, embedded=True, tls={})
 
 def supervisor(*, finished: bool, unreachable: PeerLost | None = None) -> Supervisor:
     follower: Any = SimpleNamespace(view=SimpleNamespace(finished=finished), unreachable=unreachable)
-    return Supervisor(SPEC, ENTRY, coordinator=None, follower=follower, hooks=Hooks())  # type: ignore[arg-type]
+    return Supervisor(SPEC, ENTRY, coordinator=None, follower=follower, hooks=FrontEndHooks())  # type: ignore[arg-type]
 
 
 async def test_timeout_after_the_last_epoch_names_the_results(
@@ -282,7 +282,7 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
     follower = Collector(etcd, SPEC, b"")
     await follower.start()
     try:
-        job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
+        job = Supervisor(SPEC, ENTRY, etcd, follower, FrontEndHooks())
         with pytest.raises(JobFailed) as failed:
             async with asyncio.timeout(30):
                 await job._wait_for_result()
@@ -322,7 +322,7 @@ async def test_result_on_this_host_counts_without_etcd(monkeypatch: pytest.Monke
     try:
         with pytest.raises(JobFailed, match="`taskgraph result fit` has its values"):
             async with asyncio.timeout(30):
-                await Supervisor(SPEC, ENTRY, etcd, follower, Hooks())._wait_for_result()
+                await Supervisor(SPEC, ENTRY, etcd, follower, FrontEndHooks())._wait_for_result()
     finally:
         await follower.stop()
 
@@ -342,7 +342,7 @@ async def test_next_runs_events_are_not_kept(again: bool, monkeypatch: pytest.Mo
         if again:
             await submit(etcd, dataclasses.replace(SPEC, run="another"))
             await etcd.txn(Txn(success=(Put(keys.event("2"), Event(2.0, "n1", "lost", "").to_bytes()),)))
-        await Supervisor(SPEC, ENTRY, etcd, follower, Hooks())._finish(0.0, 0.0)
+        await Supervisor(SPEC, ENTRY, etcd, follower, FrontEndHooks())._finish(0.0, 0.0)
         left = Runtime().find_finished("fit")
         await follower.keep_end(follower.status)
     finally:
@@ -361,7 +361,7 @@ async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Colle
     """A follower, and the task that fails the job once no node is left."""
     follower = Collector(etcd, spec, b"")
     await follower.start()
-    job = Supervisor(spec, ENTRY, etcd, follower, Hooks())
+    job = Supervisor(spec, ENTRY, etcd, follower, FrontEndHooks())
     return follower, asyncio.ensure_future(job._fail_without_nodes())
 
 

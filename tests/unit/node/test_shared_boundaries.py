@@ -11,7 +11,7 @@ from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.values import decode, encode
 from taskgraph.node.replica import is_intact
 from taskgraph.protocol.messages import Encoded
-from taskgraph.transport.mappings import Mappings, Reference
+from taskgraph.transport.mappings import Mappings, MemoryReference
 from taskgraph.transport.segments import Pool
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ def test_lenders_stray_write_is_found() -> None:
     block = block_behind(made.buffers[0])
     assert block is not None
     region = block.origin.region  # type: ignore[union-attr]
-    reference = Reference(1, region.dev, region.ino, region.size, 0, region.fd, MIB)
+    reference = MemoryReference(1, region.dev, region.ino, region.size, 0, region.fd, MIB)
     lent = mappings.borrow(os.getpid(), reference, lambda loan: None)
     held = Encoded(made.meta, (lent.data.toreadonly(),), made.digest)
     assert is_intact(made) and is_intact(held)

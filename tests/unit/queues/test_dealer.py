@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taskgraph.queues.dealer import Dealer
-from taskgraph.queues.pieces import Result
-from taskgraph.queues.plan import Plan, plan_of, plan_of_count
+from taskgraph.queues.pieces import PieceResult
+from taskgraph.queues.plan import EpochPlan, plan_of, plan_of_count
 from taskgraph.queues.queue import WorkQueue
 from taskgraph.queues.worker import TaskPieces
 
@@ -20,7 +20,7 @@ from taskgraph.queues.worker import TaskPieces
 class World:
     """Some tasks that compute, and their dealer."""
 
-    def __init__(self, plan: Plan, tasks: int = 3) -> None:
+    def __init__(self, plan: EpochPlan, tasks: int = 3) -> None:
         self.plan, self.tasks, self.now = plan, tasks, 0.0
         self.terms = dict.fromkeys(range(tasks), 1)
         self.dealer = Dealer(plan, 1, tasks)
@@ -56,7 +56,7 @@ class World:
             if fails:
                 share.fail(todo, "ValueError", 0.01)
             else:
-                share.finish(todo.place, Result(todo.piece, 1, ()), 0.01, kept=True)
+                share.finish(todo.place, PieceResult(todo.piece, 1, ()), 0.01, kept=True)
 
     def die(self, task: int) -> None:
         self.terms[task] += 1
@@ -191,7 +191,7 @@ def test_chunks_grow_with_short_pieces_and_shrink_towards_the_end() -> None:
         sizes.append(len(world.shares[0].todo))
         while world.shares[0].todo:
             todo = world.shares[0].todo.popleft()
-            world.shares[0].finish(todo.place, Result(None, 1, ()), 0.0001, kept=False)
+            world.shares[0].finish(todo.place, PieceResult(None, 1, ()), 0.0001, kept=False)
     assert sizes[:3] == [1, 249, 187]
     assert sizes[-3:] == [1, 1, 0]
 
@@ -202,7 +202,7 @@ def test_long_pieces_are_dealt_one_by_one() -> None:
         world.ask(0)
         assert len(world.shares[0].todo) == 1
         todo = world.shares[0].todo.popleft()
-        world.shares[0].finish(todo.place, Result(None, 1, ()), 1.0, kept=False)
+        world.shares[0].finish(todo.place, PieceResult(None, 1, ()), 1.0, kept=False)
 
 
 def test_a_piece_set_aside_is_sent_on_by_one_task_also_if_that_dies() -> None:

@@ -44,7 +44,7 @@ class Reading:
         self.skip: set[int] = set()
         self.reader = FrameReader(
             limits or Limits(),
-            on_open=self._open,
+            on_message_begin=self._open,
             on_complete=self._complete,
             on_whole=self._whole,
             on_control=self._control,

@@ -33,7 +33,7 @@ from taskgraph.protocol import messages as m
 from taskgraph.transport import lending, mappings
 from taskgraph.transport.frames import LENT, MAX_LENT, FrameKind, Head, pack_frame
 from taskgraph.transport.lending import Borrowing, Lending
-from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
+from taskgraph.transport.mappings import CannotBorrow, Mappings, MemoryReference
 from taskgraph.transport.segments import Pool
 from taskgraph.transport.session import Session
 
@@ -289,7 +289,7 @@ async def test_tcp_lends_nothing(folder: Path) -> None:
 # Memory that cannot be opened.
 
 
-def hidden(pid: int, reference: Reference) -> mappings._Mapping:
+def hidden(pid: int, reference: MemoryReference) -> mappings._Mapping:
     raise CannotBorrow("hidden", for_good=True)
 
 
@@ -301,7 +301,7 @@ async def test_unopenable_memory_is_sent_as_bytes(
     a, b = await host.node(), await host.node()
     opened = []
 
-    def refuse(pid: int, reference: Reference) -> mappings._Mapping:
+    def refuse(pid: int, reference: MemoryReference) -> mappings._Mapping:
         opened.append(pid)
         raise CannotBorrow("hidden", for_good=for_good)
 
@@ -338,10 +338,10 @@ async def test_repeated_unopenable_lending_loses_the_peer(host: Cluster, monkeyp
         await b.call(a, pull())
 
 
-def reference_to(fd: int, /, **changed: int) -> Reference:
+def reference_to(fd: int, /, **changed: int) -> MemoryReference:
     found = os.fstat(fd)
     told = {"lease": 1, "fd": fd, "dev": found.st_dev, "ino": found.st_ino, "size": found.st_size, "offset": 0}
-    return Reference(**{"length": 10, **told, **changed})
+    return MemoryReference(**{"length": 10, **told, **changed})
 
 
 def opened() -> set[tuple[str, str]]:
@@ -361,7 +361,7 @@ def test_only_sealed_memory_is_opened(tmp_path: Path) -> None:
     ours = Mappings(limit=4)
     back: list[mappings.Loan] = []
     good = reference_to(region.fd)
-    refused: list[Reference] = [
+    refused: list[MemoryReference] = [
         reference_to(region.fd, ino=region.ino + 1),
         reference_to(region.fd, dev=region.dev + 1),
         reference_to(region.fd, size=region.size + 4096),

@@ -15,7 +15,7 @@ from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.graph.values import decode, encode
 from taskgraph.transport import segments
 from taskgraph.transport.pages import huge_page_bytes
-from taskgraph.transport.segments import LEAST_BYTES, Pool, Use
+from taskgraph.transport.segments import LEAST_BYTES, Pool, SegmentUse
 
 MIB = 1 << 20
 needs_huge_pages = pytest.mark.skipif(not huge_page_bytes(), reason="this kernel has none, or they are switched off")
@@ -144,7 +144,7 @@ def test_spoiled_segment_is_never_used_again() -> None:
     mine, _ = pool()
     block = given(mine, MIB)
     segment = block.origin.segment  # type: ignore[union-attr]
-    assert isinstance(block.origin, Use)
+    assert isinstance(block.origin, SegmentUse)
     block.origin.spoil()
     del block
     other = given(mine, MIB)

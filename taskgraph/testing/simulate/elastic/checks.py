@@ -24,7 +24,7 @@ from taskgraph.protocol.elastic.tree import Span
 from taskgraph.protocol.elastic.worker import Phase
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.elastic.workload import Values, Workload, next_weights, tree_sum
-from taskgraph.testing.simulate.runs import Violation
+from taskgraph.testing.simulate.executions import Violation
 
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.engine import Engine
@@ -98,12 +98,12 @@ class Checks:
         """Checks a node's totals, those that it calls stable, and its reports from now on, also after it re-enters."""
         begin_anew = node._begin_anew
 
-        def begun_anew() -> None:
+        def begin_anew_watched() -> None:
             begin_anew()
             self._held.pop(node.id, None)
             self._watch_engine(node, node.engine)
 
-        node._begin_anew = begun_anew  # type: ignore[method-assign]
+        node._begin_anew = begin_anew_watched  # type: ignore[method-assign]
         self._watch_engine(node, node.engine)
         self._watch_reports(node)
 
@@ -111,34 +111,34 @@ class Checks:
         """Notes each total that the engine keeps, and checks each that it calls stable."""
         keep, stable = engine.totals.keep, engine._stable
 
-        def held(position: int, total: Total) -> None:
+        def keep_and_note(position: int, total: Total) -> None:
             keep(position, total)
             self._note_total(node, position, total.sums())
 
-        def called_stable(position: int) -> None:
+        def check_stable(position: int) -> None:
             with _CaughtViolation(self._fail):
                 self._check_stable(node, position)
             stable(position)
 
-        engine.totals.keep = held  # type: ignore[method-assign]
-        engine._stable = called_stable
+        engine.totals.keep = keep_and_note  # type: ignore[method-assign]
+        engine._stable = check_stable
 
     def _watch_reports(self, node: ElasticNode) -> None:
         """Checks each report that a node sends: the total on which it rests is given out by that (E3)."""
         reports = node.reports
         add, note_stable = reports.add, reports.note_stable
 
-        def added(position: int, step: int, numbers: dict[str, float]) -> None:
+        def add_and_note(position: int, step: int, numbers: dict[str, float]) -> None:
             waiting = [at for at, *_ in reports._waiting]
             add(position, step, numbers)
             self._note_sent_reports(node, [*waiting, position], reports)
 
-        def noted(stable: int) -> None:
+        def note_stable_and_sent(stable: int) -> None:
             waiting = [at for at, *_ in reports._waiting]
             note_stable(stable)
             self._note_sent_reports(node, waiting, reports)
 
-        reports.add, reports.note_stable = added, noted  # type: ignore[method-assign]
+        reports.add, reports.note_stable = add_and_note, note_stable_and_sent  # type: ignore[method-assign]
 
     def _note_sent_reports(self, node: ElasticNode, before: list[int], reports: StableReports) -> None:
         """Notes that totals are given out by the reports sent just now: those at `before` that wait no longer."""

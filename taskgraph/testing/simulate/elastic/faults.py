@@ -7,10 +7,10 @@ from typing import cast
 
 from taskgraph.testing.simulate.drawing import Fault
 from taskgraph.testing.simulate.elastic.world import ElasticProcess, ElasticWorld
-from taskgraph.testing.simulate.faults import Faults
+from taskgraph.testing.simulate.faults import FaultInjector
 from taskgraph.testing.simulate.world import SimNode, World
 
-__all__ = ["KINDS", "ElasticFaults", "draw", "draw_around_checkpoints"]
+__all__ = ["KINDS", "ElasticFaultInjector", "draw", "draw_around_checkpoints"]
 
 KINDS = {
     "crash": 12,
@@ -168,7 +168,7 @@ def _draw_chain(rng: random.Random, *, follows: bool) -> Fault:
     return fault
 
 
-class ElasticFaults(Faults):
+class ElasticFaultInjector(FaultInjector):
     """Injects faults into the world of an elastic job."""
 
     def __init__(self, world: ElasticWorld, faults: list[Fault], rng: random.Random, *, ruthless: bool) -> None:
@@ -220,7 +220,7 @@ class ElasticFaults(Faults):
         """Makes a launcher declare a living node gone, and mostly revoke its lease."""
         if not self._is_survivable(target):
             return
-        self._log_fault(fault, target.id)
+        self._record_fault(fault, target.id)
         target.declared_gone = True
         self._elastic.declare_gone(target.id, "killed")
         registered = self._elastic.view.nodes.get(target.id)

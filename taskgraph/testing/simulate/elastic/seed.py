@@ -10,12 +10,12 @@ import traceback
 
 import taskgraph as tg
 from taskgraph.protocol.records import JobStatus
-from taskgraph.testing.simulate.elastic.faults import ElasticFaults, draw, draw_around_checkpoints
+from taskgraph.testing.simulate.elastic.faults import ElasticFaultInjector, draw, draw_around_checkpoints
 from taskgraph.testing.simulate.elastic.workload import Workload
 from taskgraph.testing.simulate.elastic.world import ElasticWorld
+from taskgraph.testing.simulate.executions import Violation
 from taskgraph.testing.simulate.loop import SimLoop, SimulationHalted, own_time
 from taskgraph.testing.simulate.pace import Pace
-from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.seed import Outcome, Stuck, with_cpu_limit, without_garbage_collection
 from taskgraph.testing.simulate.transcript import Transcript
 from taskgraph.testing.simulate.world import errors_as_violations
@@ -87,7 +87,7 @@ async def _run(outcome: Outcome) -> None:
     if outcome.seed % 4 == 2:
         for fault in drawn:
             fault.moment = fault.moment.replace("PartSums", "SliceSum")
-    faults = ElasticFaults(world, drawn, random.Random(rng.getrandbits(64)), ruthless=ruthless)
+    faults = ElasticFaultInjector(world, drawn, random.Random(rng.getrandbits(64)), ruthless=ruthless)
     if workload.checkpoint_every_s is not None:
         faults.add(draw_around_checkpoints(checkpoint_rng))
     with errors_as_violations(world.loop, world.fail):
@@ -121,7 +121,7 @@ async def _run_until_checkpoint(world: ElasticWorld, checkpoints: int, late_s: f
     return world.view.running
 
 
-async def _wait_for_end(world: ElasticWorld, faults: ElasticFaults) -> str:
+async def _wait_for_end(world: ElasticWorld, faults: ElasticFaultInjector) -> str:
     """Waits for the job's end, first with faults, after `HEAL_S` without. Returns how it ended."""
     right_end = asyncio.ensure_future(_wait_for_right_end(world))
     try:

@@ -37,7 +37,7 @@ def sleep(for_s: float) -> None:
     threads.sleep(for_s)
 
 
-class _Ended(BaseException):
+class _ProcessEnded(BaseException):
     """Raised in user code that waits while its process ends."""
 
 
@@ -77,7 +77,7 @@ class _SteppedThread:
         self._loop_turn.release()
         self._turn.acquire()
         if self.closing:
-            raise _Ended
+            raise _ProcessEnded
 
     def join(self) -> None:
         self._thread.join()
@@ -144,7 +144,7 @@ class SteppedThreads:
             future.cancel()
 
     def close(self) -> None:
-        """Ends all threads now: their waits raise `_Ended`."""
+        """Ends all threads now: their waits raise `_ProcessEnded`."""
         for thread in tuple(self._threads):
             self._threads.pop(thread).cancel()
             thread.closing = True

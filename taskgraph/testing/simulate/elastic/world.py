@@ -34,12 +34,12 @@ from taskgraph.testing.simulate.elastic.checks import Checks
 from taskgraph.testing.simulate.elastic.threads import SteppedThreads
 from taskgraph.testing.simulate.elastic.workload import PLACE, Workload
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
+from taskgraph.testing.simulate.executions import Violation
 from taskgraph.testing.simulate.loop import Process, SimLoop
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.testing.simulate.pace import Pace
-from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
-from taskgraph.testing.simulate.world import Moment
+from taskgraph.testing.simulate.world import MomentHook
 
 __all__ = ["ElasticProcess", "ElasticWorld"]
 
@@ -95,7 +95,7 @@ class ElasticWorld:
         self.checks = Checks(workload, self.view, living=self._living, fail=self.fail)
         self.job = workload.job(self.checks, settings)
         self.spec = dataclasses.replace(JobSpec.local(self.job), run="run")
-        self.moment: Moment = lambda name, node, peer="": None
+        self.moment: MomentHook = lambda name, node, peer="": None
         self.failed: asyncio.Future[None] = loop.create_future()
         self._disk_rng = disk_rng
         self.disk = SimDisk(

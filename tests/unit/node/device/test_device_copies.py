@@ -14,7 +14,7 @@ import taskgraph as tg
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
 from taskgraph.node.epochs import inbound
-from taskgraph.node.epochs.items import Items
+from taskgraph.node.epochs.outbound import Outbound
 from taskgraph.protocol.messages import Reason, Refusal
 
 
@@ -81,8 +81,8 @@ def test_values_do_not_depend_on_copies(soft: SoftDevice) -> None:
 
 def test_failed_copy_of_an_item_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = Refusal(Reason.NOT_COPIED, "it cannot be copied to the host: MemoryError: Unable to allocate 4.0 GiB")
-    monkeypatch.setattr(Items, "answer", lambda items, pull: refusal)
-    monkeypatch.setattr(Items, "settle_when_put", lambda items, pull, coming: refusal)
+    monkeypatch.setattr(Outbound, "answer", lambda items, pull: refusal)
+    monkeypatch.setattr(Outbound, "settle_when_put", lambda items, pull, coming: refusal)
     job = tg.Job(tasks=3, epochs=3, builder=Talks, topology=tg.ring())
     with pytest.raises(tg.JobFailed, match=r"^epoch 0: task \d cannot pull 'row' from task \d: it cannot be copied"):
         tg.testing.run(job, strict=False, timeout_s=30)

@@ -16,7 +16,7 @@ from taskgraph.checkpoint.store import CheckpointStore
 from taskgraph.errors import PeerLost
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
-from taskgraph.node.primary.checkpointer import Checkpointer
+from taskgraph.node.primary.checkpoint_completer import CheckpointCompleter
 from taskgraph.node.router import Router
 from taskgraph.protocol.messages import Call, Reply, Stamp, WrittenFile, WrittenFiles
 
@@ -52,10 +52,10 @@ def test_replaced_leader_stops_removing_files(
         nonlocal node
         await gated.reached.wait()
         node = holder(cluster, 0)
-        checkpointer = Checkpointer(node, node.roles.primaries[0])
-        checkpointer.note_files(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))  # it could not be written
+        completer = CheckpointCompleter(node, node.roles.primaries[0])
+        completer.note_files(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))  # it could not be written
         monkeypatch.setattr(CheckpointStore, "discard", discard)
-        await checkpointer._give_up()
+        await completer._give_up()
 
     node: Any = None
     gated.at = 2
@@ -69,11 +69,11 @@ def test_paused_leader_removes_no_files(gated: type[Gated], tmp_path: Path, monk
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         node = holder(cluster, 0)
-        checkpointer = Checkpointer(node, node.roles.primaries[0])
-        checkpointer.note_files(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))
+        completer = CheckpointCompleter(node, node.roles.primaries[0])
+        completer.note_files(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))
         monkeypatch.setattr(CheckpointStore, "discard", lambda self, name, still: removed.append(name))
         node.set_paused(True)
-        giving_up = asyncio.ensure_future(checkpointer._give_up())
+        giving_up = asyncio.ensure_future(completer._give_up())
         await asyncio.sleep(0)
         assert not giving_up.done() and not removed
         node.set_paused(False)

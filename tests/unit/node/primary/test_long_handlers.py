@@ -10,7 +10,7 @@ from cluster_kit import IN_STEP, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.primary.audits import Findings
+from taskgraph.node.primary.audits import AuditFindings
 from taskgraph.protocol.messages import LedgerEntry, Report, Stamp
 from taskgraph.protocol.sums import encode_sum, entry_hash
 from taskgraph.protocol.sums import total as mod_sum
@@ -68,7 +68,7 @@ def received(by: int, name: str) -> LedgerEntry:
     return LedgerEntry(False, "flag", 1 - by, by, name, b"")
 
 
-def found(*pages: tuple[LedgerEntry, ...], moved: int | None = None) -> Findings:
+def found(*pages: tuple[LedgerEntry, ...], moved: int | None = None) -> AuditFindings:
     """Findings from idle tasks; all but `moved` show the ledger that they reported."""
 
     def total(page: tuple[LedgerEntry, ...], side: bool) -> bytes:
@@ -80,7 +80,7 @@ def found(*pages: tuple[LedgerEntry, ...], moved: int | None = None) -> Findings
     reports = {
         task: Report(S, task, 1, False, 1, total(page, True), total(page, False)) for task, page in enumerate(then)
     }
-    return Findings(reports, dict(enumerate(pages)))
+    return AuditFindings(reports, dict(enumerate(pages)))
 
 
 def test_received_item_agrees_during_work() -> None:
@@ -104,7 +104,7 @@ def test_unsent_item_differs() -> None:
     findings = found(*pages, moved=0)
     assert findings.differing == ["task 0 sent flag 'x' to task 1, which did not count it", *never_sent]
     reports = {task: Report(S, task, 1, False, 1, encode_sum(0), encode_sum(0)) for task in range(2)}
-    findings = Findings(reports, dict(enumerate(pages)))
+    findings = AuditFindings(reports, dict(enumerate(pages)))
     assert findings.behind == (0, 1) and findings.disagreements == []
     assert findings.differing == never_sent  # what is sent, and not counted, may be on its way
 

@@ -18,7 +18,7 @@ from taskgraph.checkpoint import CheckpointStore
 from taskgraph.checkpoint.places import Directory
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Point
-from taskgraph.node.primary import checkpointer as checkpointer_module
+from taskgraph.node.primary import checkpoint_completer as checkpoint_completer_module
 from taskgraph.node.primary.checkpoint_reader import CheckpointReader
 
 
@@ -337,7 +337,7 @@ async def test_refusing_place_costs_only_checkpoint(unharmed: tg.JobResult, tmp_
 async def test_unshared_place_makes_no_checkpoint(
     unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointer_module, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(checkpoint_completer_module, "_LOOK_AGAIN_S", 0.01)
     async with running(walk(tmp_path), 2) as cluster:
         for node in cluster.nodes:
             node.checkpoints = CheckpointReader(node, node.threads, Directory(tmp_path / node.name))

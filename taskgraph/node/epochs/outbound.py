@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Refusal, Stamp
 from taskgraph.transport.api import PendingReply
 
-__all__ = ["Items"]
+__all__ = ["Outbound"]
 
 Channel = tuple[str, int]
 """(tag, consumer)."""
 
 
-class Items:
+class Outbound:
     """One attempt's outbound channels. An item is kept from `put` to `drop`, and answers all pulls for it.
 
     Lives on the event loop.

@@ -1,4 +1,4 @@
-"""Notices for people and tasks: neighbors that fail and come back, slow user code, nodes that cannot be reached."""
+"""Notifies people and tasks: neighbors that fail and come back, slow user code, nodes that cannot be reached."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from taskgraph.node.primary.primary import Primary
     from taskgraph.node.roles import Roles
 
-__all__ = ["Notices"]
+__all__ = ["Notifier"]
 
 
-class Notices:
+class Notifier:
     """Tells primaries on this node of neighbors, and the event log of slow code and unreachable nodes."""
 
     def __init__(self, node: NodeCore, roles: Roles) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from taskgraph.node.primary.primary import Primary
     from taskgraph.node.services import NodeServices
 
-__all__ = ["Checkpointer"]
+__all__ = ["CheckpointCompleter"]
 
 _RETRY_S = 1.0
 """Pause after the place refused a manifest."""
@@ -38,7 +38,7 @@ _LOOK_AGAIN_S = 1.0
 _MIB = 1 << 20
 
 
-class Checkpointer:
+class CheckpointCompleter:
     """Completes checkpoints: writes manifests, and the pointer (etcd's record of the newest one); removes old ones."""
 
     def __init__(self, node: NodeServices, primary: Primary) -> None:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from taskgraph.node.epochs.attempts import Attempts
     from taskgraph.node.epochs.unsaved import UnsavedStateCheck
 
-__all__ = ["Term"]
+__all__ = ["PrimaryInterface"]
 
 
-class Term(Protocol):
+class PrimaryInterface(Protocol):
     """A task's primary in one term.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Records what user code did in each run of an epoch, and checks that committed runs fit together.
 
-One `Run` is one execution of a task's processors, for one stamp and one term. When an epoch commits, the runs of the
-committed terms must fit together: each processor ran once, and consumed each item once, as its producer's run put it.
+One `TaskExecution` is one execution of a task's processors, for one stamp and one term. When an epoch commits, the runs
+of the committed terms must fit together: each processor ran once, and consumed each item once, as its producer put it.
 The check uses the records of user code, not the sums that the leader compares.
 """
 
@@ -17,19 +17,19 @@ from taskgraph.protocol.messages import Stamp
 from taskgraph.testing.simulate.violation import Violation
 
 if TYPE_CHECKING:
-    from taskgraph.testing.simulate.workload import Step
+    from taskgraph.testing.simulate.workload import PlannedProcessor
 
-__all__ = ["Run", "Runs", "Violation"]
+__all__ = ["TaskExecution", "TaskExecutions", "Violation"]
 
 
 @dataclass
-class Run:
+class TaskExecution:
     """The record of one execution of a task's epoch."""
 
     task: int
     stamp: Stamp
     term: int
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedProcessor, ...]
     last_commit: int | None = None  # the epoch of the last `on_commit` before `compose`
     states_read: set[int] = field(default_factory=set)  # states that its code read
     compute_counts: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Run:
         return f"task {self.task} in epoch {self.stamp.epoch}, attempt {self.stamp.attempt}, term {self.term}"
 
 
-class Runs:
+class TaskExecutions:
     """All runs of a job: implements `workload.Recorder`.
 
     Args:
@@ -63,13 +63,13 @@ class Runs:
         self._on_overlap = on_overlap
         self._on_torn_down = on_torn_down
         self._revision = revision
-        self._runs: dict[tuple[int, Stamp, int], Run] = {}
+        self._runs: dict[tuple[int, Stamp, int], TaskExecution] = {}
         self._last_epochs: dict[tuple[int, int, int], int] = {}  # (task, attempt, term) -> the last epoch
         self._commit_calls: list[tuple[int, int, int | None]] = []
 
     # -- called by user code ------------------------------------------------------------------------
 
-    def on_compose(self, epoch: Any, steps: tuple[Step, ...], last_commit: int | None) -> None:
+    def on_compose(self, epoch: Any, steps: tuple[PlannedProcessor, ...], last_commit: int | None) -> None:
         work = epoch._work
         if not isinstance(work, Attempt):
             return
@@ -80,27 +80,27 @@ class Runs:
         if work.number < (last := self._last_epochs.get(of, work.number)):
             raise Violation(f"task {work.task}, term {work.term}: epoch {last} began before epoch {work.number}")
         self._last_epochs[of] = work.number
-        self._runs[key] = Run(*key, steps, last_commit)
+        self._runs[key] = TaskExecution(*key, steps, last_commit)
 
-    def on_epoch_begin(self, epoch: Any, steps: tuple[Step, ...]) -> None:
+    def on_epoch_begin(self, epoch: Any, steps: tuple[PlannedProcessor, ...]) -> None:
         """Records a run like `on_compose`, for a task without `compose` in every epoch. Each compute calls it."""
         work = epoch._work
         if isinstance(work, Attempt):
             key = (work.task, work.stamp, work.term)
             if key not in self._runs:
-                self._runs[key] = Run(*key, steps)
+                self._runs[key] = TaskExecution(*key, steps)
 
-    def _run_of(self, epoch: Any) -> Run:
+    def _run_of(self, epoch: Any) -> TaskExecution:
         """Returns the record of the run whose code calls; for a replay of strict mode, one that is not kept."""
         work = epoch._work
         if not isinstance(work, Attempt):
-            return Run(work.task, Stamp(0, 0), 0, ())  # strict mode's replay is not recorded
+            return TaskExecution(work.task, Stamp(0, 0), 0, ())  # strict mode's replay is not recorded
         return self._runs[(work.task, work.stamp, work.term)]
 
     def on_state_read(self, epoch: Any, state: int) -> None:
         self._run_of(epoch).states_read.add(state)
 
-    def on_compute(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None:
+    def on_compute(self, epoch: Any, step: PlannedProcessor, consumed: dict[tuple[str, int], int]) -> None:
         run = self._run_of(epoch)
         run.compute_counts[step.name] += 1
         before = self._runs.get((run.task, Stamp(run.stamp.attempt, run.stamp.epoch - 1), run.term))
@@ -126,7 +126,7 @@ class Runs:
     def on_request_handled(self, epoch: Any, sender: int, value: int, answer: int) -> None:
         self._run_for_message(epoch, f"answered task {sender}").requests_handled[(sender, value, answer)] += 1
 
-    def _run_for_message(self, epoch: Any, what: str) -> Run:
+    def _run_for_message(self, epoch: Any, what: str) -> TaskExecution:
         """Returns the record of the run that sent or handled a message. Notes the message if the run had ended."""
         run = self._run_of(epoch)
         if run.end_state is not None:
@@ -149,7 +149,7 @@ class Runs:
     # -- queries when a job ends --------------------------------------------------------------------
 
     def finish_was_called(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
-        """True if a task called `epoch.finish` in this epoch, in a run of these terms."""
+        """True if a task called `epoch.finish` in this epoch, in its term of `terms` (task -> term)."""
         runs = (self._runs.get((task, stamp, term)) for task, term in terms.items())
         return any(run is not None and run.calls_finish for run in runs)
 
@@ -189,7 +189,7 @@ class Runs:
         Raises:
             Violation: the runs of these terms are not one execution from these states.
         """
-        runs: dict[int, Run] = {}
+        runs: dict[int, TaskExecution] = {}
         for task, term in terms.items():
             run = self._runs.get((task, stamp, term))
             if run is None:
@@ -212,7 +212,7 @@ class Runs:
         return {task: run.end_state for task, run in runs.items() if run.end_state is not None}
 
 
-def _check_complete(run: Run) -> None:
+def _check_complete(run: TaskExecution) -> None:
     """Raises Violation unless each step ran once with all of its items, the sync point last."""
     for step in run.steps:
         if run.compute_counts[step.name] != 1:
@@ -227,7 +227,7 @@ def _check_complete(run: Run) -> None:
         raise Violation(f"{run} counts, and when its sync point had run it {', '.join(run.late_messages)}")
 
 
-def _check_messages(run: Run, runs: dict[int, Run]) -> None:
+def _check_messages(run: TaskExecution, runs: dict[int, TaskExecution]) -> None:
     """Raises Violation unless the flags and requests of a run are those that the other tasks' runs have."""
     for to, value in sorted(run.flags_sent):
         heard = runs[to].flags_received[(run.task, value)]
