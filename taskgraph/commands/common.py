@@ -225,10 +225,12 @@ class FoundJob:
 
 
 def find_entry(options: argparse.Namespace) -> JobEntry:
-    """Returns the entry of the job that a command names: from this host, or for the etcd that the options name.
+    """Returns the entry of the job that a command names: this host's; if the options name an etcd, one for that.
+
+    Does not ask etcd.
 
     Raises:
-        UnknownJob: no such job is known here.
+        UnknownJob: the options name no etcd, and no such job is known here.
         JobError: the options do not say which job.
     """
     runtime, name, etcd = Runtime(), options.job, etcd_of(options)

@@ -44,7 +44,7 @@ class CarriedState(Protocol):
         """Returns a value that travels. Later changes must not reach it."""
 
     def load(self, captured: Any) -> None:
-        """Replaces the own content by a value that `captured` returned, on another worker or before a checkpoint."""
+        """Replaces the content by what `captured` returned: on a newcomer, or for the checkpoint that is resumed."""
 
     def digests(self) -> dict[str, bytes]:
         """Returns digests by name, which are compared with those of other workers, as those of the state are."""

@@ -23,7 +23,7 @@ ETCD_FILES = {"ca": "etcd-ca.pem", "cert": "etcd-cert.pem", "key": "etcd-key.pem
 
 
 def node_pod(request: Request, pods: PodOptions, name: str, priority_class: str) -> dict[str, Any]:
-    """Returns the spec of a node's pod."""
+    """Returns the spec of the nodes' pods, for a Deployment's template."""
     lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _LOST_MACHINE_S}
     command = ["taskgraph", "node", "--job", request.job, "--name", "$(POD_NAME)", "--listen", "$(POD_IP)"]
     pod: dict[str, Any] = {"automountServiceAccountToken": False}

@@ -265,9 +265,9 @@ class Backups:
                     change.set_result(None)
 
     def _lack_text(self, what: str, nodes: tuple[str, ...]) -> str:
-        return f"{what} {', '.join(map(self._name_with_reason, nodes))}"
+        return f"{what} {', '.join(map(self._name_with_refusal, nodes))}"
 
-    def _name_with_reason(self, node: str) -> str:
+    def _name_with_refusal(self, node: str) -> str:
         """Returns a node's name, with its reason for refusing a boundary, if it gave one."""
         refused = peer.refused if (peer := self._peers.get(node)) is not None else ""
         return f"{name_of(node)} (it refuses: {refused})" if refused else name_of(node)

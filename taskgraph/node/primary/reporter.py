@@ -76,9 +76,9 @@ class Reporter:
             return
         sent.leader = leader.mod_revision if leader is not None else 0
         if self._timer is None:
-            self._set_timer()
+            self._set_gathering_timer()
 
-    def _set_timer(self) -> None:
+    def _set_gathering_timer(self) -> None:
         """Sets the timer for gathered reports."""
         self._timer = self._loop.call_at(self._deadline.at(_OVERDUE_SHARE), self._send)
 
@@ -99,9 +99,9 @@ class Reporter:
                         batch.reply.cancel()
         if self._gathered:
             self._gathered = [sent for sent in self._gathered if sent.report.stamp.epoch in reports]
-            self._stop_timer()
+            self._stop_gathering_timer()
             if self._gathered:
-                self._set_timer()
+                self._set_gathering_timer()
 
     def report_again(self, epoch: int) -> None:
         """Reports an epoch again, since the leader lacks it although no connection broke.
@@ -126,7 +126,7 @@ class Reporter:
             self._trace(report, since)
         return True
 
-    def _stop_timer(self) -> None:
+    def _stop_gathering_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

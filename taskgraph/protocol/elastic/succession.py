@@ -93,7 +93,7 @@ def _draining(job: JobView) -> Workers:
 
 
 def _workers_in_view(job: JobView) -> Workers:
-    """Returns the workers of the view."""
+    """Returns the set of the workers in the current view of an elastic job; empty before the first view."""
     return frozenset(() if job.workers is None else View.of(job.workers.record).workers)
 
 
