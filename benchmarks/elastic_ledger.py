@@ -41,6 +41,7 @@ _STEPS = 100
 """Of a run without failures, and of one with another number of workers, at most `_MOST`, after every `_EVERY` steps."""
 _EVERY, _MOST = 5, 8
 _SLOW_S = 0.1
+_WAIT_S = 120
 
 
 @tg.elastic(name="benchmark-ledger")
@@ -73,7 +74,10 @@ def _hand_over(due: Path, done: Path) -> None:
 
 
 def _wait_for(path: Path) -> None:
+    until = time.monotonic() + _WAIT_S
     while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"waited {_WAIT_S} s in vain for {path.name}: has the job failed?")
         time.sleep(0.01)
 
 

@@ -135,7 +135,7 @@ class Pass:
     def claim(self, holder: str, pieces: Collection[int], now: float) -> list[Ticket]:
         """Deals pieces to a holder, also those that others have, except finished, done and set-aside ones.
 
-        Returns those that it now has.
+        Returns the pieces that it now has.
         """
         places = {self.place(piece) for piece in pieces if 0 <= piece < len(self.order)}
         if (end := max(places, default=-1) + 1) > self.cursor:  # what lies between is open, and before the cursor now

@@ -164,7 +164,7 @@ class Inbound:
                 reply.cancel()
 
     def drop(self) -> None:
-        """Frees the items, and ignores those that still arrive, since the attempt is over."""
+        """Frees the items, and ignores items that still arrive, since the attempt is over."""
         self.over = True
         if self._traced_since:
             for tag, producer in self._channels:

@@ -33,7 +33,7 @@ class Suspicion:
     """Finds out for one node which others it suspects, and which are gone; sets its `suspects` and `gone`.
 
     Args:
-        also_named: returns further nodes to watch, besides those that have tasks.
+        also_named: returns further nodes to watch, besides nodes that have tasks.
         unproved: as `Registration.unproved`: what this node sees of others then proves nothing.
         changed: called after changes that the view does not show.
 

@@ -70,7 +70,7 @@ class CheckpointWriter:
         self._changed.set()
 
     async def write(self) -> None:
-        """Writes the queued boundaries as files, until cancelled; skips those that were undone."""
+        """Writes the queued boundaries as files, until cancelled; skips undone ones."""
         while True:
             while self._waiting is None:
                 self._changed.clear()

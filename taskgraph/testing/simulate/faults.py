@@ -36,7 +36,7 @@ class FaultInjector:
         world.moment = self._on_moment
 
     def add_around_checkpoints(self, faults: list[Fault]) -> None:
-        """Adds faults of a job with checkpoints. Those that end all replicas of a task wait for one."""
+        """Adds faults of a job with checkpoints. Faults that end all replicas of a task wait for one."""
         self.bold = any(f.kind == "massacre" or (f.then is not None and f.then.kind == "massacre") for f in faults)
         self.add(faults)
 
