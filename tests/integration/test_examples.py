@@ -28,8 +28,8 @@ BOTH_STYLES = ["framework_regression", "framework_regression_events"]
 LIMIT_S = 100.0
 #: Where a job waits for the next kill, so that it is over neither before the last one nor long after it, however fast
 #: the machine is: it goes on a moment before the kill.
-HOLDS = (20, 60, 100, 140)
-EPOCHS = 160
+HOLDS = (20, 40, 60, 80)
+EPOCHS = 100
 AHEAD = 16
 """Epochs that a task may be ahead of the commit: fewer than there are from one hold to the next."""
 
