@@ -164,7 +164,7 @@ class Inputs:
 
 
 def _shares_device_memory(encoded: Encoded, value: object) -> bool:
-    """True if a decoded value is an array on a device that shares the producer's memory."""
+    """True if a decoded value is itself an array on a device, in the memory of the producer: no copy was made."""
     return type(encoded) is EncodedOnDevice and device_of(value) is not None
 
 

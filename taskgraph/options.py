@@ -272,7 +272,7 @@ def _suggest_for_type(kind: Any) -> str | None:
         return None
     container, parts = _json_container(get_origin(kind) or kind), get_args(kind)
     if container is not None:
-        if container is dict and parts and any(not _is_key_type(key) for key in _union_members(parts[0])):
+        if container is dict and parts and any(not _is_json_key_type(key) for key in _union_members(parts[0])):
             return "dict[str, ...]: JSON has no other keys"
         return next(
             (instead for part in parts if part is not ... and (instead := _suggest_annotation(part)) is not None), None
@@ -292,7 +292,7 @@ def _suggest_for_type(kind: Any) -> str | None:
     return "bool, int, float, str, Literal[...], list[...], dict[str, ...], or a union of these and None"
 
 
-def _is_key_type(kind: Any) -> bool:
+def _is_json_key_type(kind: Any) -> bool:
     return kind in (str, Any, object) or get_origin(kind) is Literal
 
 

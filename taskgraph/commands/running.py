@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, function: JobFunction[...] | None = None) -
 
 
 class _Run:
-    """One job, followed from its start to its end."""
+    """Runs one job for the command `run`: starts its nodes, shows its events, prints its result."""
 
     def __init__(self, options: argparse.Namespace, job: Job) -> None:
         self._options = options

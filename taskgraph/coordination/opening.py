@@ -31,7 +31,7 @@ async def open_coordinator(where: str, access: Mapping[str, str]) -> Coordinator
 
     Args:
         where: endpoints of an etcd, separated by commas; or a URL whose scheme an installed package offers.
-        access: for etcd: see `EtcdOptions.make`.
+        access: for etcd: see `EtcdOptions.make`. Another coordinator gets it as keyword arguments; most refuse any.
 
     Raises:
         Unavailable: it does not answer.

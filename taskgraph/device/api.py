@@ -111,7 +111,7 @@ class Device(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of the device, for all processes together."""
+        """The size of the device's memory, which all processes share."""
 
     def allocate(self, nbytes: int) -> Array:
         """Allocates bytes that belong to no stream, and that other processes can open.

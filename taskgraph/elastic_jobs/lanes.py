@@ -320,7 +320,7 @@ class _Reader:
         self._at, self._next = at, row
 
     def _open(self, piece: int) -> None:
-        """Begins to read a piece from its first row."""
+        """Begins to read a piece, the one of this index in the lane, from its first row."""
         self._piece = self._rows = self._rows_of(self._pieces[piece])
 
     def close(self) -> None:

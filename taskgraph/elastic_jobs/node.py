@@ -194,8 +194,8 @@ class ElasticNode(WorkerNode):
         run = Run(call)
         value = elastic.function(run, **elastic.arguments)
         what = f"the value of {elastic.function.__name__}"
-        if run.set_aside:
-            pieces = [(each.pass_number, each.piece, each.node, each.traceback) for each in run.set_aside]
+        if run.pieces_set_aside:
+            pieces = [(each.pass_number, each.piece, each.node, each.traceback) for each in run.pieces_set_aside]
             return encode({VALUE: value, SET_ASIDE: "shards", "pieces": pieces}, what=what), run.positions
         return encode(value, what=what), run.positions
 

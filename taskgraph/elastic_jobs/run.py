@@ -67,7 +67,7 @@ class Run:
         return logging.getLogger(f"taskgraph.task.{self.worker}")
 
     @property
-    def set_aside(self) -> list[Failed]:
+    def pieces_set_aside(self) -> list[Failed]:
         """The pieces that `run.shards` has set aside, for the job's result."""
         return [] if self._shards is None else self._shards.set_aside
 
@@ -113,7 +113,7 @@ class Run:
             StepError: the job has called `run.steps` or `run.shards`.
         """
         if self._turns is None:
-            self._check_only_loop("run.group()")
+            self._check_no_loop_begun("run.group()")
             self._turns = GroupTurns(self)
         return self._turns.begin_turn()
 
@@ -142,7 +142,7 @@ class Run:
             StepError: the job has called it, `run.steps` or `run.group` before.
             JobError: an argument does not fit.
         """
-        self._check_only_loop("run.shards(...)")
+        self._check_no_loop_begun("run.shards(...)")
         if passes is None:
             raise StepError("run.shards(passes=None) would have no end, since `break` does not fit: give a number")
         of = as_source(source)
@@ -156,7 +156,7 @@ class Run:
         self._shards = SourcePieces(self, of, pieces, ledger, what)
         return self._shards
 
-    def _check_only_loop(self, call: str) -> None:
+    def _check_no_loop_begun(self, call: str) -> None:
         """Raises StepError if the job has begun a loop already: `run.steps`, `run.group` or `run.shards`."""
         others = {"run.steps(...)": self._steps, "run.group()": self._turns, "run.shards(...)": self._shards}
         for other, made in others.items():
@@ -276,7 +276,7 @@ class Run:
             StepError: it was called before, or the arguments do not fit.
         """
         if self._turns is not None or self._shards is not None:
-            self._check_only_loop("run.steps(...)")
+            self._check_no_loop_begun("run.steps(...)")
         if self._steps is not None:
             raise StepError(
                 "run.steps(...) is called once: code between two loops would run on a newcomer with a fresh state. "

@@ -65,6 +65,7 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
     torch = sys.modules.get("torch")
     if torch is not None:
+        seed %= 2**64  # PyTorch takes no more
         torch.default_generator.manual_seed(seed)
         for seed_device in _device_seeders(torch):
             seed_device(seed)

@@ -164,7 +164,10 @@ class Step:
     def rows(self) -> NDArray[np.int64]:
         """The rows of the step, int64, shape (size,), in the order of the parts.
 
-        Of a source they are known after the first round: numbers of the piece, and of the row in it, shape (size, 2).
+        Of a source they are numbers of the piece, and of the row in it, shape (size, 2).
+
+        Raises:
+            StepError: of a source they are known only after the first round.
         """
         return self._rows.rows
 

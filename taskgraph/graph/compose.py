@@ -65,14 +65,14 @@ class ComputeWrapper(Protocol):
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Tags of channels that carry no item in some epochs. Producer and consumer both know in which."""
+        """Tags of channels, inbound or outbound, that carry no item in some epochs. Both tasks know in which."""
 
     @property
     def derives(self) -> DerivedChannel | None:
         """The local channel whose item the processor derives, in epochs that need this; None: it runs in all epochs."""
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `compute(epoch, ins, outs)`."""
+        """Returns `compute(epoch, ins, outs)`: most call `function`, and put its result into channels."""
 
 
 @frozen

@@ -121,7 +121,7 @@ class Collector(Follower):
         return failed
 
     def _warn_or_give_up(self, task: int, tries: int) -> None:
-        """Logs a damaged result; raises DecodeError after the last try."""
+        """Logs a damaged result, also the last; raises DecodeError after `_DAMAGED_TRIES` tries."""
         holder = name_of(self.view.result_holders().get(task, "?"))
         text = (
             f"the result of task {task} arrived damaged from node {holder}, {tries} times: its bytes are not those its "

@@ -380,7 +380,7 @@ def end_reason(error: BaseException) -> str:
 
 
 def _report_deaths(nodes: LocalNodes) -> None:
-    """Logs why all nodes here died before a job that did not fail was over: no event says so."""
+    """Logs why, if all nodes started here died before the job was over. No event of a job that did not fail says it."""
     if (codes := nodes.codes()) and not nodes.alive_count and codes.keys() == nodes.deaths().keys():
         log.warning("every node started here had ended before the job was over\n%s", _log_tails(nodes))
 

@@ -189,7 +189,7 @@ class Router:
         return reply
 
     def _drop_ended_calls(self) -> None:
-        """Drops calls that have ended from the lists that `_cancel_vain_calls` looks at."""
+        """Drops groups of calls that have all ended, so that `_cancel_vain_calls` looks at fewer."""
         kept = []
         for calls, in_vain in self._groups:
             for known in calls:

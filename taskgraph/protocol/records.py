@@ -179,7 +179,7 @@ def name_of(node: str) -> str:
 
 
 class RunningCode(NamedTuple):
-    """User code that was running when its process died: the hook, processor or handler, its task and epoch.
+    """User code that a process runs, or ran when it died: the hook, processor or handler, its task and epoch.
 
     The epoch is -1 in a replica that was never primary, as in `setup` of a backup.
     """

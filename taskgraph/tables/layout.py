@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from taskgraph.graph.arrays import immutable_copy
 from taskgraph.tables.options import TableOptions
 
-__all__ = ["SegmentLayout", "block_of"]
+__all__ = ["SegmentLayout", "viewed_block"]
 
 Array = NDArray[Any]
 Block = NDArray[np.uint8]
@@ -70,6 +70,6 @@ class SegmentLayout:
 _COUNTS = ("ids", "steps")
 
 
-def block_of(segment: Mapping[str, Array]) -> Block:
+def viewed_block(segment: Mapping[str, Array]) -> Block:
     """Returns the block that the arrays of a packed segment are views of."""
     return cast(Block, segment["ids"].base)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.graph.arrays import INLINE_BYTES
-from taskgraph.tables.layout import SegmentLayout, block_of
+from taskgraph.tables.layout import SegmentLayout, viewed_block
 from taskgraph.tables.merging import server_of, sum_by_id
 from taskgraph.tables.options import TableOptions
 from taskgraph.tables.rows import Ids
@@ -80,7 +80,7 @@ class RowStore:
     @property
     def blocks(self) -> list[NDArray[np.uint8]]:
         """The log as blocks of bytes, oldest first, for a snapshot; they never change. See `SegmentLayout.unpack`."""
-        return [block_of(segment) for segment in self._segments]
+        return [viewed_block(segment) for segment in self._segments]
 
     def fork(self) -> RowStore:
         """Returns a copy with the same rows; later pushes to either do not reach the other."""
@@ -176,7 +176,7 @@ class RowStore:
 
     def _sizes(self) -> list[int]:
         """Returns the bytes of each segment."""
-        return [block_of(segment).nbytes for segment in self._segments]
+        return [viewed_block(segment).nbytes for segment in self._segments]
 
 
 def _first_to_merge(sizes: Sequence[int], live: int) -> int | None:

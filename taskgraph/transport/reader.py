@@ -119,7 +119,7 @@ class FrameReader:
 
     @property
     def position(self) -> tuple[object, ...] | None:
-        """The position inside a frame, which changes with each byte; None between two frames."""
+        """The position inside a frame, which changes with each byte; None between two frames. Only compare it."""
         unread = self._end - self._start
         if self._stopped or not (unread or self._head or self._body):
             return None

@@ -324,14 +324,14 @@ class Session(asyncio.BufferedProtocol):
                 head, sizes, message, lent=lent, allocate=self._owner.allocate, digesting=self._owner.digesting
             )
         except CannotBorrow as error:
-            self._decline(head.call, error)
+            self._decline_lent_memory(head.call, error)
             return None
         except MemoryError:
             self._on_no_memory(head)
             return None
 
-    def _decline(self, call: int, error: CannotBorrow) -> None:
-        """Tells the peer that its lent memory cannot be opened, so that it sends bytes."""
+    def _decline_lent_memory(self, call: int, error: CannotBorrow) -> None:
+        """Tells the peer that its lent memory cannot be opened, so that it sends bytes, for good or for a while."""
         log.warning("memory lent by node %s cannot be opened, so bytes are sent: %s", self.peer, error)
         self._outbox.send(FrameKind.DECLINE, call, _FOR_GOOD if error.for_good else b"")
         self._on_cannot_borrow(call)
@@ -366,7 +366,7 @@ class Session(asyncio.BufferedProtocol):
             try:
                 buffers = self._borrowing.take(references)
             except CannotBorrow as error:
-                self._decline(call, error)
+                self._decline_lent_memory(call, error)
                 return
             value.complete(meta, buffers)  # lent memory needs no check: its producer digested it
             self._take(kind, call, message)

@@ -236,7 +236,7 @@ class DialledSession(Session):
     def _take_from_device(
         self, pending: _PendingCall, incoming: IncomingMessage, value: Encoded, tickets: Sequence[DeviceTicket]
     ) -> None:
-        """Settles a call with a value in open device memory; on an error, declines device memory."""
+        """Settles a call with a value in the peer's device memory; on an error, calls again without device memory."""
         try:
             there = self._devices.take(value, tickets)
         except Exception as error:

@@ -220,7 +220,10 @@ class EtcdCoordinator:
         return lease
 
     async def revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
-        """Revokes any lease. A lease that does not exist is no error."""
+        """Revokes any lease, also of another client. A lease that does not exist is no error.
+
+        `timeout_s`: the limit of all tries together; None: that of the options.
+        """
         request = v3.LeaseRevokeRequest(id=lease_id)
         what = f"revocation of lease {lease_id:x}"
         with contextlib.suppress(LeaseGone):

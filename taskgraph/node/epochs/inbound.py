@@ -28,8 +28,8 @@ Channel = tuple[str, int]
 
 
 class Inbound:
-    """One attempt's inbound channels. `pull` begins to pull all items at once, except those of optional channels; items
-    stay until the attempt has run.
+    """One attempt's inbound channels. `pull` begins to pull all items at once, except those of optional channels, which
+    `pull_optional` pulls. Items stay until the attempt has run.
 
     Lives on the event loop.
     """

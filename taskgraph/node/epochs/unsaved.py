@@ -140,7 +140,7 @@ class UnsavedStateCheck:
         if (checked := f"class {id(kind)}") in seen:
             return
         seen.add(checked)
-        for method, names in thread_local_writes(kind).items():
+        for method, names in thread_locals_set(kind).items():
             self._emit_once(
                 f"{class_name(kind)}.{method} sets {first_names(names, _NAMES)} of a threading.local: other calls may "
                 f"run in another thread, and find nothing there, or what another task set. Keep it in an attribute of "
@@ -197,7 +197,7 @@ def outside_writes(kind: type) -> dict[str, str]:
     return found
 
 
-def thread_local_writes(kind: type) -> dict[str, list[str]]:
+def thread_locals_set(kind: type) -> dict[str, list[str]]:
     """Returns {method: attributes of a global `threading.local` that it sets} of methods called once per replica."""
     found: dict[str, list[str]] = {}
     for method in ("__init__", "setup"):

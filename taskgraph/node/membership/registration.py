@@ -370,7 +370,7 @@ class Registration:
                 timer.cancel()
 
     async def announce(self) -> None:
-        """Writes to the key that this node drains, with retries."""
+        """Writes to this node's key in etcd that the node drains; repeats the write until etcd has it."""
         while True:
             await self._node.wait_while_paused()
             view, record = self._node.keeper.view, self._make_record()

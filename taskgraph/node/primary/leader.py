@@ -158,6 +158,7 @@ class LeaderRole:
         return self._accepted
 
     def lacks_own_report(self) -> bool:
+        """True if a commit lacks only the report of task 0, and a task waits for the commit."""
         return self._leader.commit_waits_only_for_task_0()
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
@@ -614,7 +615,7 @@ class LeaderRole:
         return gathered
 
     def _fences(self) -> tuple[Compare, ...]:
-        """Returns the fences of a decision to fail the job: this leader's term, the epoch, the last takeover."""
+        """Returns the fences of a decision to fail the job: this leader's term, the epoch, the last takeover of all."""
         view = self._node.keeper.view
         epoch = view.epoch.mod_revision if view.epoch else 0
         return (

@@ -67,7 +67,7 @@ class Sharing:
         return value
 
     def next(self, value: int, epoch: int) -> int:
-        """Returns the number after an epoch that began with `value`."""
+        """Returns the shared number after epoch `epoch`, which began with `value`."""
         value = (value * _SALT + epoch + 1) & _MASK
         return value ^ (value >> 29)
 

@@ -586,3 +586,14 @@ def test_the_launcher_knows_tensors_of_the_value(place: str) -> None:
         assert codec_named("torch.Tensor")
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@tg.elastic
+def draws(run: Any, seed: int = 0) -> Any:
+    return torch.rand(2).numpy()
+
+
+@pytest.mark.parametrize("seed", [-5, 2**64 - 1, 10**30])
+def test_any_seed(seed: int) -> None:
+    drawn = tg.run(draws(seed=seed), nodes=0).value
+    assert (drawn == torch.rand(2, generator=torch.Generator().manual_seed(seed % 2**64)).numpy()).all()
