@@ -102,7 +102,7 @@ class Engine:
         self.heard: Callable[[], None] = _hear_nothing
         self.queues: Callable[[], tuple[QueueStatus, ...]] = tuple
         self._begun = -1  # the last position that user code has begun
-        self._asked: tuple[int, Any] | None = None  # position and answer of user code that waits
+        self._asked: tuple[int, bytes, Any] | None = None  # position, tag and answer of user code that waits
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Engine:
         newcomer's first part, to check.
         """
         self._reach(position, parts, tag)
-        self._asked = position, answer
+        self._asked = position, tag, answer
         self._carry_out()
 
     def _reach(self, position: int, parts: int, tag: bytes) -> None:
@@ -146,14 +146,14 @@ class Engine:
         self.core.note_computed(position, finished.sums, large=self.contributions.are_large(finished.sums.values()))
         self._carry_out()
 
-    def send_first_part(self, position: int, part: int, digest: bytes) -> None:
+    def send_first_part(self, position: int, tag: bytes, part: int, digest: bytes) -> None:
         """Sends the digest of this newcomer's first part to the most senior worker."""
         core = self.core
         self.first_part_due = False
         if core.view is None or core.view.workers[0] == self._node.id:
             return
         if core.phase == Phase.WORKING and position == core.position:
-            message = FirstPart(core.view.number, position, part, digest)
+            message = FirstPart(core.view.number, position, tag, part, digest)
             self._outboxes.to(core.view.workers[0]).put(core.view.number, message)
 
     def note_return(self, positions: int) -> None:
@@ -178,7 +178,7 @@ class Engine:
     def answer_with_error(self, error: BaseException) -> None:
         """Raises an error in user code if it waits for parts or a total."""
         if self._asked is not None:
-            _, answer = self._asked
+            *_, answer = self._asked
             self._asked = None
             answer.set_exception(error)
 
@@ -218,11 +218,11 @@ class Engine:
         """Answers the pending `ask` of user code, if parts or the total are there. Returns True if it was answered."""
         if self._asked is None:
             return False
-        position, answer = self._asked
+        position, tag, answer = self._asked
         if position == self.core.position and (dealt := self.core.take_parts()):
             answer.set_result(dealt)
-        elif position in self._inbox.first_parts:
-            answer.set_result(self._inbox.first_parts.pop(position))
+        elif (first := self._inbox.take_first_part(position, tag)) is not None:
+            answer.set_result(first)
         elif position < self.core.position:
             ahead = self.core.give_parts_ahead() if position + 1 == self.core.position else (0, ())
             answer.set_result(TotalAndParts(self.totals[position], *ahead))

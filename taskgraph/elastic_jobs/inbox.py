@@ -37,9 +37,6 @@ class Inbox:
 
     Args:
         hold: called with a position and its total, which the donor of a view sent.
-
-    Attributes:
-        first_parts: position -> a newcomer, and the digest of its first part.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class Inbox:
         self._together = together
         self._hold = hold
         self._early: list[tuple[str, Call]] = []  # messages of a view that this worker has not read
-        self.first_parts: dict[int, tuple[str, FirstPart]] = {}
+        self._first_parts: dict[int, tuple[str, FirstPart]] = {}  # by position: a newcomer, its message
 
     def receive(self, worker: str, message: Call) -> None:
         """Takes a message; one that is too early is kept until `take_early`."""
@@ -66,6 +63,12 @@ class Inbox:
         early, self._early = self._early, []
         self._early += [(worker, message) for worker, message in early if not self._take(worker, message)]
         return len(self._early) < len(early)
+
+    def take_first_part(self, position: int, tag: bytes) -> tuple[str, FirstPart] | None:
+        """Removes and returns a newcomer and its first part, of this position; None: none came, or it is of another
+        call (`tag`)."""
+        found = self._first_parts.pop(position, None)
+        return found if found is not None and found[1].tag == tag else None
 
     def _take(self, worker: str, message: Call) -> bool:
         """Keeps a message's values, and tells the core. Returns False if it came too early: to be tried again."""
@@ -88,7 +91,7 @@ class Inbox:
             case FirstPart():
                 if message.view > core.number:
                     return False
-                self.first_parts[message.position] = worker, message
+                self._first_parts[message.position] = worker, message
             case GroupKey():
                 if self._together is not None and message.view >= core.number:
                     return self._together.put_key(message.view, message.key, message.content)

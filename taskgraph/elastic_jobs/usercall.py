@@ -154,7 +154,7 @@ class UserCall:
         elif done is not None:
             assert self._merging is not None
             if self._engine.first_part_due and repeatable:
-                threads.post(self._engine.send_first_part, position, done[0], chain_digest(b"", done[1]))
+                threads.post(self._engine.send_first_part, position, tag, done[0], chain_digest(b"", done[1]))
             self._merging.add(*done)
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
                 finished = self._merging.take(self._engine.contributions.encode_ahead)

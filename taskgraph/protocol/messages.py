@@ -551,10 +551,11 @@ class SliceSum(_Message, frozen=True, tag=True):
 
 class FirstPart(_Message, frozen=True, tag=True):
     """Newcomer to the most senior worker, before its first sums: the digest of what its first part contributes. The
-    receiver computes that, too, and compares."""
+    receiver computes that, too, and compares, if its user code is at the same call: `tag` is that of `PartSums`."""
 
     view: int
     position: int
+    tag: bytes
     part: int
     digest: bytes
 

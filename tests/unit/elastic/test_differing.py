@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -232,6 +233,27 @@ async def test_first_part_of_a_newcomer_is_computed_by_an_old_worker_too(named: 
             "differs from what n1 computes of it: something that parts read is not named in run.state, or they are not "
             "deterministic"
         ]
+
+
+def test_first_part_of_another_call_is_not_computed() -> None:
+    """A newcomer sends a digest of its part 3 or 4 of a step to a worker that is at `run.once`, which has one piece."""
+    entered = threading.Event()
+
+    def body(run: Any) -> Any:
+        s = run.state(n=0)
+        for step in run.steps(rows=6, batch=6, parts=5, passes=400):
+            if run.worker == "n3":
+                entered.set()
+            for part in step:
+                part.add(n=1)
+                pause()
+            s.n += step["n"]
+            if entered.is_set() and run.worker != "n3":
+                run.once(lambda: 1)
+        return s.n
+
+    with pytest.raises(tg.JobFailed, match=r"n3 is at step .*decide by totals, run\.state, run\.once"):
+        asyncio.run(run_body(body, (2, "+")))
 
 
 def test_newcomer_without_memory_for_the_state() -> None:
