@@ -1,15 +1,15 @@
 """Workers whose state, totals or user code differ from those of most others: found by tags, explained by digests.
 
 The tag of a checked step has the digests of the state. If tags differ, the other workers ask the outvoted one for its
-digests, and name what differs, before they exclude it. Workers that differ again soon differ for a lasting reason: the
-job fails.
+digests, and name what differs, before they exclude it. Workers that differ again soon, or are at different calls
+a third time, differ for a lasting reason: the job fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from taskgraph.elastic_jobs.state import is_array
 from taskgraph.errors import Refused, StateError, StepError, TransportError
@@ -20,11 +20,14 @@ from taskgraph.protocol.records import name_of
 if TYPE_CHECKING:
     from taskgraph.elastic_jobs.interface import WorkerNode
 
-__all__ = ["DifferingWorkers", "digests_of_arguments", "error_of_wrong_call", "is_checked"]
+__all__ = ["END", "DifferingWorkers", "digests_of_arguments", "error_of_wrong_call", "is_checked"]
 
 _AGAIN = 20
 """Workers that differ again within this many sums or steps, since one of them has entered anew, differ for a lasting
 reason. A step may have any number of sums, and a loop of another shape has no steps."""
+_CALLS_MAY_DIFFER = 2
+"""How often workers may be at different calls of the run, however far apart: no bit of a state explains a third time,
+as user code does that decides by the worker's own data, once a pass, say."""
 _FIRST, _EVERY = 10, 10
 """The first ten steps and every tenth one are checked: digests read the whole state."""
 _ASK_S = 1.0
@@ -32,6 +35,8 @@ _ASK_S = 1.0
 _NAMED = 3
 """The most differing names in a message."""
 _ARGUMENT = "run.steps: "
+END: Final = "the end of the function"
+"""The call of user code that has returned."""
 _DECIDE = "decide by totals, run.state, run.once and run.map alone when to break or return, and what to call next"
 _CALLS = "a further round, run.once, run.map, break or return"
 
@@ -64,6 +69,7 @@ class DifferingWorkers:
         self.differs = False
         self._since: dict[str, int | None] = {}  # the numbers of the views by which the outvoted ones entered
         self._away: frozenset[str] = frozenset()  # they were outvoted, and have left the view
+        self._calls_differed = 0
         self._position = self._step = -_AGAIN - 2  # at which workers differed last, or entered anew because of it
 
     def read_view(self, view: View) -> None:
@@ -88,14 +94,16 @@ class DifferingWorkers:
             self._node.own(self._exclude(position, outvoted), "compare states")
 
     async def _exclude(self, position: int, outvoted: tuple[str, ...]) -> None:
-        """Asks what differs, then has the outvoted workers excluded; fails the job if workers differed just before."""
+        """Asks what differs, then has the outvoted workers excluded; fails the job if the reason lasts."""
         node = self._node
         mine, view = node.digests, node.engine.core.view
         assert view is not None
         found = [await _compare(node, mine, worker) for worker in outvoted]
         if node.engine.core.view != view:
             return  # another worker has excluded them, or workers were lost: tags are compared anew
-        if position - self._position <= _AGAIN or 0 <= mine.step <= self._step + _AGAIN:
+        self._calls_differed += all(each.of_calls for each in found)
+        soon = position - self._position <= _AGAIN or 0 <= mine.step <= self._step + _AGAIN
+        if soon or self._calls_differed > _CALLS_MAY_DIFFER:
             await node.fail_job(_lasting_error(found))
             return
         self._note_difference(position)
@@ -146,15 +154,18 @@ async def _compare(node: WorkerNode, mine: StateDigests, worker: str) -> _Differ
     # Numbers first: a learning rate says more than an array that it spoilt.
     names.sort(key=lambda path: (is_array(here.get(path) or there[path]), path.count(".")))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    text = f"the state of {name} differs before step {mine.step}: {', '.join(names[:_NAMED])}{more}"
+    where = "differs after the last step" if mine.call == END else f"differs before step {mine.step}"
+    text = f"the state of {name} {where}: {', '.join(names[:_NAMED])}{more}"
     return _Difference(text, _spoilt_text(mine.step))
 
 
 def _spoilt_text(step: int) -> str:
     """Returns a text about the totals since the last comparison, if a state differs before this step; "": none."""
-    if step <= _FIRST:
-        return ""  # before each of these steps states are compared
-    return f" (the totals of steps {step - _EVERY + 1} to {step - 1} may rest on the wrong one)"
+    first, last = (step - 1) // _EVERY * _EVERY + 1, step - 1
+    if step <= _FIRST or first > last:
+        return ""  # before the step that ended last, states were equal
+    totals = f"total of step {last} may rest" if first == last else f"totals of steps {first} to {last} may rest"
+    return f" (the {totals} on the wrong one)"
 
 
 def error_of_wrong_call(worker: str, call: str) -> StepError:
@@ -166,7 +177,7 @@ def _lasting_error(found: Sequence[_Difference]) -> StateError | StepError:
     """Returns the error for workers that differ again just after they copied the state."""
     what = "; ".join(each.text for each in found)
     if all(each.of_calls for each in found):
-        return StepError(f"{what}; they differed just before, too: {_DECIDE}")
+        return StepError(f"{what}; they differed before, too: {_DECIDE}")
     return StateError(
         f"{what}; it did just before, too: name in run.state all that later steps and a break depend on, and let them "
         f"depend on nothing else: no clock, no rank, no generator of your own"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from taskgraph.elastic_jobs.adding import chain_digest
-from taskgraph.elastic_jobs.differing import error_of_wrong_call, is_checked
+from taskgraph.elastic_jobs.differing import END, error_of_wrong_call, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.rows import check_same
 from taskgraph.elastic_jobs.seeding import GeneratorTurn, derived_seed, seed_generators
@@ -59,6 +59,7 @@ class RunProgress:
         position: the number of totals that user code has got.
         tag: a digest of these totals.
         in_steps: the first step has begun.
+        end_tag: a digest of the state after the last step, which workers compare at the end; b"": there were no steps.
         watch: a test that watches user code; None: there is none.
         results_before_steps: the results of each `run.once` and `run.map` before the first step, in order.
         steps_arguments: the arguments of `run.steps` that all workers have to give alike.
@@ -72,6 +73,7 @@ class RunProgress:
         self.position = 0
         self.tag = b""
         self.in_steps = False
+        self.end_tag = b""
         self.watch: Watch | None = None
         self.results_before_steps: list[Any] = []
         self.steps_arguments: dict[str, int] = {}
@@ -180,7 +182,7 @@ class RunProgress:
                 "arguments and run.once alone"
             )
         done: tuple[int, Sums] | None = None
-        while isinstance(answer := self.ask(1, "the end of the function", done), int):
+        while isinstance(answer := self.ask(1, END, done, detail=self.end_tag), int):
             done = answer, Sums.of({})
 
     def cross_boundary(self, number: int, state: Any, group_members: Sequence[str] = ()) -> None:

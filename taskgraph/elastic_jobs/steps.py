@@ -92,14 +92,15 @@ class Steps:
             progress.cross_boundary(number, state)
             self._step = Step(self, number)
             if is_checked(number) and not progress.node.is_behind(progress.position):
-                mark = trace.begin()
-                found = progress.digests(state)
-                trace.keep(mark, "loop", "digest of the state")
-                self._step.tag_state({**found, **digests_of_arguments(self.feed.arguments)})
+                found, self._step.state_tag = self._compared(number)
                 self._emit_unchanged(number, found)
                 progress.node.note_large(large_sizes(state))
             self._step.begin_code_span()
-            yield self._step
+            try:
+                yield self._step
+            except GeneratorExit:  # user code has left the loop
+                _, progress.end_tag = self._compared(number + 1)
+                raise
             self._step.end()
             number += 1
         if copied is not None and self._step is None:
@@ -107,9 +108,20 @@ class Steps:
                 f"the run goes on from the state of step {number}, and run.steps(passes=...) ends before: give more "
                 f"passes, or begin anew with --fresh"
             )
+        _, progress.end_tag = self._compared(number)
         trace.end_step()
         if watch is not None:
             watch.at_last_boundary(number, state)
+
+    def _compared(self, number: int) -> tuple[dict[str, bytes], bytes]:
+        """Returns the digests of the state before a step, and a digest of all for a tag: workers compare their tags."""
+        progress = self.run.progress
+        mark = progress.node.trace.begin()
+        found = progress.digests(self.run.named)
+        progress.node.trace.keep(mark, "loop", "digest of the state")
+        everything = {**found, **digests_of_arguments(self.feed.arguments)}
+        progress.node.note_digests(number, everything)
+        return found, hashlib.blake2b(repr(sorted(everything.items())).encode(), digest_size=16).digest()
 
     def _emit_unchanged(self, number: int, found: dict[str, bytes]) -> None:
         """Emits an event, on the most senior worker, if the first steps left the state as it was."""
@@ -136,6 +148,7 @@ class Step:
     Attributes:
         number: from 0.
         round: the number of passes over its parts that have begun.
+        state_tag: a digest of the state before this step, for the tag of its first round; b"": it is not checked.
     """
 
     def __init__(self, steps: Steps, number: int) -> None:
@@ -148,7 +161,7 @@ class Step:
         self._gradients: Gradients | None = None
         self._over = True
         self._code: SpanStart | None = None
-        self._state = b""  # digest of the state, if this step is checked
+        self.state_tag = b""
 
     @property
     def pass_number(self) -> int:
@@ -192,7 +205,7 @@ class Step:
         progress, rows = steps.run.progress, self._rows
         watch = progress.watch
         call = f"step {self.number}" if self.round == 1 else f"round {self.round} of step {self.number}"
-        state = self._state if self.round == 1 else b""
+        state = self.state_tag if self.round == 1 else b""
         round_id = RoundId(progress.node.spec.seed, self.number, self.round)
         current = RoundOfParts(round_id, steps.run.named, steps.options.zeros, progress.node.allocate)
         self._gradients, tables = current.gradients, steps.run.tables
@@ -242,11 +255,6 @@ class Step:
     def in_part_loop(self) -> bool:
         """True while user code takes parts."""
         return not self._over
-
-    def tag_state(self, found: dict[str, bytes]) -> None:
-        """Adds the digest of the state before this step to the tag of its first round: workers compare their tags."""
-        self._state = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).digest()
-        self._steps.run.progress.node.note_digests(self.number, found)
 
     def end(self) -> None:
         """Ends the step when user code asks for the next one: checks that its part loop has ended; clears gradients."""

@@ -15,11 +15,11 @@ import taskgraph as tg
 from taskgraph.observe.events import Event
 
 
-def fit(run: Any, spoil: int = -1, forget: bool = False) -> Any:
+def fit(run: Any, spoil: int = -1, forget: bool = False, leave: bool = False) -> Any:
     x = np.random.default_rng(0).normal(size=(40, 3))
     s = run.state(w=np.zeros(3), scale=1.0)
     rate = 0.1
-    for step in run.steps(rows=40, batch=20, parts=6, passes=400 if forget else 30):
+    for step in run.steps(rows=40, batch=20, parts=6, passes=400 if forget else 30 if leave else 23):
         for part in step:
             part.add(g=x[part.rows].sum(0) - s.w)
             pause()
@@ -28,6 +28,8 @@ def fit(run: Any, spoil: int = -1, forget: bool = False) -> Any:
         s.w = s.w + rate * s.scale * step["g"] / step.size
         if step.number == spoil and run.worker == "n2":
             s.w[1] += 1e-3
+        if step.number == 45 and not forget:
+            break
     return s.w.tolist()
 
 
@@ -36,14 +38,21 @@ def with_unnamed_state(run: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "step", "spoilt"), [(5, 6, ""), (13, 20, " (the totals of steps 11 to 19 may rest on the wrong one)")]
+    ("spoil", "where", "spoilt"),
+    [
+        (5, "before step 6", ""),
+        (13, "before step 20", " (the totals of steps 11 to 19 may rest on the wrong one)"),
+        (44, "after the last step", " (the totals of steps 41 to 45 may rest on the wrong one)"),
+        (45, "after the last step", " (the totals of steps 41 to 45 may rest on the wrong one)"),
+    ],
 )
-def test_worker_with_a_wrong_state_enters_anew(spoil: int, step: int, spoilt: str) -> None:
+@pytest.mark.parametrize("leave", [True, False], ids=["break", ""])
+def test_worker_with_a_wrong_state_enters_anew(spoil: int, where: str, spoilt: str, leave: bool) -> None:
     events: list[Event] = []
-    value = asyncio.run(run_body(lambda run: fit(run, spoil), (3, ""), events.append))
-    assert (value == asyncio.run(run_body(fit))) == (spoil == 5)
+    value = asyncio.run(run_body(lambda run: fit(run, spoil, leave=leave), (3, ""), events.append))
+    assert (value == asyncio.run(run_body(fit))) == (spoil in (5, 45))
     assert [event.text for event in events if event.kind == "differs"] == [
-        f"the state of n2 differs before step {step}: w: it enters anew, with a copied state{spoilt}"
+        f"the state of n2 differs {where}: w: it enters anew, with a copied state{spoilt}"
     ]
     assert [event.text for event in events if event.kind == "excluded"] == [
         "n2 was excluded, since it differs from the other workers: it copies the state, and enters again"
@@ -148,7 +157,7 @@ def test_worker_whose_calls_differ_again_fails_the_job(once: str) -> None:
     with pytest.raises(tg.JobFailed) as failed:
         asyncio.run(run_body(body, (3, "")))
     assert re.search(
-        r"n2 is at (run\.once|step \d+), and other workers (are|were) at [^;:]*(; they differed just before, too)?: "
+        r"n2 is at (run\.once|step \d+), and other workers (are|were) at [^;:]*(; they differed before, too)?: "
         r"decide by totals, run\.state, run\.once and run\.map alone",
         str(failed.value),
     )
@@ -233,6 +242,25 @@ async def test_first_part_of_a_newcomer_is_computed_by_an_old_worker_too(named: 
             "differs from what n1 computes of it: something that parts read is not named in run.state, or they are not "
             "deterministic"
         ]
+
+
+def test_calls_that_differ_once_a_pass_fail_the_job() -> None:
+    """The worker at `run.once` is excluded each time, so another one is the first from then on."""
+
+    def body(run: Any) -> Any:
+        s = run.state(n=0)
+        for step in run.steps(rows=210, batch=3, parts=3, passes=10):
+            for part in step:
+                part.add(n=1)
+            s.n += step["n"]
+            if step.ends_pass and run.worker == run.workers[0]:
+                run.once(lambda: 1)
+        return s.n
+
+    with pytest.raises(
+        tg.JobFailed, match=r"n\d is at run\.once, and other workers are at step .*; they differed before"
+    ):
+        asyncio.run(run_body(body, (3, "")))
 
 
 def test_first_part_of_another_call_is_not_computed() -> None:
