@@ -67,6 +67,11 @@ class Gradients:
         """Returns the name of a parameter whose `grad` is set; None: no `grad` is set."""
         return next((name for name, parameter in self.parameters.items() if parameter.grad is not None), None)
 
+    def find_hooked(self) -> str | None:
+        """Returns the name of a parameter with a hook that PyTorch calls once `grad` is set; None: none has one."""
+        hooked = (n for n, p in self.parameters.items() if getattr(p, "_post_accumulate_grad_hooks", None))
+        return next(hooked, None)
+
     def take(self) -> dict[str, torch.Tensor]:
         """Returns the gradients of parameters that have one, and sets `p.grad` to None. StepError: one is sparse."""
         taken: dict[str, torch.Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,7 +14,7 @@ from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
 from taskgraph.elastic_jobs.state import leaves
 from taskgraph.elastic_jobs.tables import Pushes
-from taskgraph.errors import StepError
+from taskgraph.errors import JobError, StepError
 from taskgraph.graph.sum_layouts import Layout, difference
 from taskgraph.graph.sums import Sums
 from taskgraph.graph.values import encode
@@ -262,6 +263,12 @@ class Part:
         taken = gradients.take()
         embedded = self.pushes.take_embedded(counted, mean=reduce == "mean")
         if not taken and not embedded:
+            if (hooked := gradients.find_hooked()) is not None:
+                raise StepError(
+                    f"part.backward: no parameter has a gradient left: {hooked} has a hook "
+                    f"(register_post_accumulate_grad_hook) that may clear it: do without it, and update parameters "
+                    f"after `for part in step`"
+                )
             raise StepError(
                 "part.backward: no parameter got a gradient: name the module, or its parameters, in run.state(...)"
             )
@@ -303,7 +310,10 @@ class Part:
             trained = self._trained
             tree |= self._round.gradients.sums(trained.taken, trained.weight, KINDS[trained.reduce])
         collected = {self.number: self._encoded()} if self.collected or self.carried else None
-        return Sums.of(tree, collected, self._round.allocate)
+        try:
+            return Sums.of(tree, collected, self._round.allocate)
+        except JobError as error:  # its text begins with the place in the tree
+            raise StepError(re.sub(r"^\['add'\]\['(\w+)'\]", r"part.add(\1=...)", str(error))) from None
 
     def _encoded(self) -> Encoded:
         """Encodes what the part collected, with what goes along: its pushes to tables, where its lane stands."""

@@ -21,6 +21,7 @@ from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.refusals import GENERAL_ADVICE
 from taskgraph.graph.values import encode
 from taskgraph.protocol.messages import Encoded
 
@@ -38,6 +39,9 @@ __all__ = [
     "load",
     "writable",
 ]
+
+
+_CLASS_ADVICE = "make its class a dataclass, or give it state_dict() and load_state_dict()"
 
 
 class State:
@@ -118,9 +122,16 @@ def check_parameters(state: Any) -> None:
 
 
 def leaves(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yields name and object of each leaf: `"opts[0]"` is the first one of a list `opts`."""
+    """Yields name and object of each leaf: `"opts[0]"` is the first one of a list `opts`.
+
+    Raises:
+        StateError: a list, dict or dataclass holds itself, or is nested too deep.
+    """
     for name, value in _items(state).items():
-        yield from _leaves(name, value)
+        try:
+            yield from _leaves(name, value)
+        except RecursionError:
+            raise StateError(f"run.state: {name} holds itself, or is nested too deep: name its parts") from None
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -213,9 +224,7 @@ def _digest(value: Any, path: str) -> bytes:
         try:
             return encode(value, what=f"run.state: {path}").digest
         except ValueNotEncodable as error:
-            raise ValueNotEncodable(
-                f"{error}\nin run.state its class may be a dataclass, or have state_dict() and load_state_dict()"
-            ) from None
+            raise ValueNotEncodable(str(error).replace(GENERAL_ADVICE, _CLASS_ADVICE)) from None
     digest = xxhash.xxh3_128(f"{value.dtype} {array.shape}".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.digest()

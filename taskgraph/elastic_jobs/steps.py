@@ -335,9 +335,8 @@ class Step:
 
     def _total_for(self, what: str) -> dict[str, Any]:
         """Returns the total of the last round. Raises StepError, for the call `what`, if there is none yet."""
-        self.check_part_loop_ended()
-        if self._total is None:
-            raise StepError(f"{what} is there after `for part in step`")
+        if not self._over or self._total is None:
+            raise StepError(f"{what} is there after `for part in step`, which runs to its end, without `break`")
         return self._total
 
     def report(self, **numbers: Any) -> None:

@@ -21,11 +21,11 @@ import numpy as np
 from taskgraph.errors import ValueNotEncodable
 from taskgraph.graph import codecs
 
-__all__ = ["CannotTravel", "key_step", "library_of", "suggest_instead", "trial"]
+__all__ = ["GENERAL_ADVICE", "CannotTravel", "key_step", "library_of", "suggest_instead", "trial"]
 
 _KEY_CHARS = 40
 """Characters of a dict's key that a message shows."""
-_GENERAL_ADVICE = (
+GENERAL_ADVICE = (
     "send its parts, declare a dataclass with @tg.message, or teach its type with tg.codec(type, encode, decode)"
 )
 
@@ -79,7 +79,7 @@ def suggest_instead(value: Any) -> str:
     try:
         return _specific_advice(value)
     except Exception:
-        return _GENERAL_ADVICE
+        return GENERAL_ADVICE
 
 
 class _TrialEncoder:
@@ -118,7 +118,7 @@ def _specific_advice(value: Any) -> str:
     for fits in (_numpy_advice, _builtin_advice, _library_advice, _declaration_advice, _array_advice):
         if text := fits(value):
             return text
-    return _GENERAL_ADVICE
+    return GENERAL_ADVICE
 
 
 def _numpy_advice(value: Any) -> str | None:
@@ -139,7 +139,7 @@ def _numpy_advice(value: Any) -> str | None:
         state = "x.bit_generator.state" if isinstance(value, np.random.Generator) else "x.state"
         if isinstance(value, np.random.RandomState):
             state = "x.get_state()"
-        return f"draw from epoch.rng, or one with the seed part.seed; or send {state}"
+        return f"draw from epoch.rng, or in an elastic job from one with the seed part.seed; or send {state}"
     return None
 
 
@@ -162,7 +162,7 @@ def _builtin_advice(value: Any) -> str | None:
     if inspect.isawaitable(value):
         return "await it, and send what it gives"
     if isinstance(value, io.IOBase):
-        return "open it in setup(), and leave it out of the state; send its name, or what it holds"
+        return "open it in setup(), or in the function of an elastic job, and leave it out of the state; send its name, or what it holds"
     if isinstance(value, range | Iterator | collections.deque):
         return "send list(x)"
     if isinstance(value, types.MappingProxyType):
@@ -174,7 +174,7 @@ def _builtin_advice(value: Any) -> str | None:
     if isinstance(value, BaseException):
         return "send str(x)"
     if isinstance(value, random.Random):
-        return "draw from epoch.rng, or one with the seed part.seed; or send x.getstate()"
+        return "draw from epoch.rng, or in an elastic job from one with the seed part.seed; or send x.getstate()"
     if inspect.isroutine(value) or isinstance(value, functools.partial | np.ufunc):
         return "code does not travel: send its arguments, and call it where they arrive"
     return None
@@ -215,7 +215,7 @@ def _torch_advice(name: str, names: Set[str]) -> str | None:
     if names & {"Module", "Optimizer", "LRScheduler"}:
         text = "send x.state_dict(), as snapshot() can, and x.load_state_dict() takes it back"
     elif "Generator" in names:
-        text = "draw from epoch.rng, or one with the seed part.seed; or send x.get_state()"
+        text = "draw from epoch.rng, or in an elastic job from one with the seed part.seed; or send x.get_state()"
     elif "Parameter" in names:
         text = "send p.detach() of a parameter"
     elif "NestedTensor" in names:

@@ -331,7 +331,7 @@ def loss_before_the_round(run: Any) -> None:
         _ = step.loss
 
 
-@fails(StepError, "step 0 was left before its total was there: .*; call what needs the total after it")
+@fails(StepError, r"step\['n'\] is there after `for part in step`, which runs to its end, without `break`")
 def total_in_the_part_loop(run: Any) -> None:
     for step in small(run):
         for part in step:
@@ -427,12 +427,28 @@ class Meter:
 
 @fails(
     ValueNotEncodable,
-    r"m: a value of type .*Meter cannot travel(.|\n)*\nin run\.state its class may be a dataclass, or have state_dict",
+    r"m: a value of type .*Meter cannot travel; make its class a dataclass, or give it state_dict\(\) and load",
 )
 def state_of_a_class(run: Any) -> None:
     run.state(m=Meter())
     for _step in small(run):
         pass
+
+
+@fails(StateError, r"run\.state: w holds itself, or is nested too deep")
+def state_that_holds_itself(run: Any) -> None:
+    w: list[Any] = []
+    w.append(w)
+    run.state(w=w)
+    for _step in small(run):
+        pass
+
+
+@fails(StepError, r"^part\.add\(x=\.\.\.\)\['y'\] is a str: a sum is made of numbers")
+def text_in_a_sum(run: Any) -> None:
+    for step in small(run):
+        for part in step:
+            part.add(x={"y": "text"})
 
 
 @fails(StateError, r"Progress of run\.state\(\.\.\.\): the state has no 'bst', only best, history, more, w")

@@ -457,6 +457,13 @@ def no_parameter(step: Any, model: Any) -> None:
         part.backward((torch.ones(1, requires_grad=True) * 2).sum())
 
 
+def clearing_hook(step: Any, model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for part in step:
+        part.backward(model(torch.ones(1, 2)).sum())
+
+
 def no_mean(step: Any, model: Any) -> None:
     for part in step:
         part.backward(model(torch.ones(4, 2)))
@@ -503,6 +510,7 @@ def other_buffer(step: Any, model: Any) -> None:
         (plain_backward, r"part 0 of step 0 left a gradient in model\.0\.weight\.grad"),
         (forgotten_backward, r"left a gradient in model\.0\.weight\.grad, .*: call part\.backward\(loss\) in place of"),
         (no_parameter, "no parameter got a gradient: name the module"),
+        (clearing_hook, r"gradient left: model\.0\.weight has a hook \(register_post_accumulate_grad_hook\) that may"),
         (no_mean, r"not a loss of shape \(4, 1\)"),
         (no_weights, r"the weights of part\.backward are 0 in all parts"),
         (other_weight, "weight=77 and reduce='mean' after weight="),
