@@ -162,7 +162,10 @@ def _builtin_advice(value: Any) -> str | None:
     if inspect.isawaitable(value):
         return "await it, and send what it gives"
     if isinstance(value, io.IOBase):
-        return "open it in setup(), or in the function of an elastic job, and leave it out of the state; send its name, or what it holds"
+        return (
+            "open it in setup(), or in the function of an elastic job, and leave it out of the state; send its name, "
+            "or what it holds"
+        )
     if isinstance(value, range | Iterator | collections.deque):
         return "send list(x)"
     if isinstance(value, types.MappingProxyType):

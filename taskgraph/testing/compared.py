@@ -12,7 +12,7 @@ from typing import Any
 from taskgraph.elastic_jobs.adding import chain_digest
 from taskgraph.elastic_jobs.parts import Part, RoundId
 from taskgraph.elastic_jobs.state import digests
-from taskgraph.errors import StateError, StepError
+from taskgraph.errors import StateError, StepError, ValueNotEncodable
 from taskgraph.graph.sums import Sums
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.variables import digests_of_plain
@@ -94,8 +94,8 @@ class WorkerChecks:
                 f"measured anew on each worker counts, too"
             )
         return (
-            "the code is not deterministic, or a part reads what an earlier part of this worker left: keep that in "
-            "run.state, and change it after `for part in step`"
+            "the code is not deterministic, or a part changes what later parts or steps read: give it to part.add(...) "
+            "or part.collect(...), and change run.state after `for part in step`"
         )
 
     def note_suspect_variables(self, step: int, variables: dict[str, Any]) -> None:
@@ -191,8 +191,11 @@ class WorkerChecks:
 
 
 def value_digests(value: Any) -> dict[str, bytes]:
-    """Returns the digest of each leaf of a value, by its path."""
-    return digests({"value": value})
+    """Returns the digest of each leaf of a value, by its path; {} if it cannot travel: the job's end reports that."""
+    try:
+        return digests({"value": value})
+    except ValueNotEncodable:
+        return {}
 
 
 def format_differing(one: dict[str, bytes], other: dict[str, bytes]) -> str:

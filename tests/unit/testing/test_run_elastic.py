@@ -233,6 +233,21 @@ def sum_of_own_parts(run: tg.Run) -> None:
 
 
 @tg.elastic
+def state_in_the_part_loop(run: tg.Run) -> None:
+    s = run.state(total=0.0)
+    for step in steps_of(run):
+        for part in step:
+            part.add()
+            s.total += X[part.rows].sum()
+
+
+@tg.elastic
+def value_that_stays(run: tg.Run) -> Any:
+    fit.__wrapped__(run)
+    return {1}
+
+
+@tg.elastic
 def mean_since_it_joined(run: tg.Run) -> None:
     s, seen = run.state(w=np.zeros(3)), []
     for step in steps_of(run):
@@ -298,6 +313,11 @@ NAME_IT = r"\nname all that later steps read{} in run\.state, or derive it from 
             r"step\.report: total is -?\d\S+ on n\d and -?\d\S+ in a run of one worker, at step 0\na local of the part "
             r"loop has this worker's parts alone: report step\.loss, or part\.add",
         ),
+        (
+            state_in_the_part_loop(),
+            r"total\nthe code is not deterministic, or a part changes what later parts or steps read: give it to part",
+        ),
+        (value_that_stays(), r"^the value of value_that_stays: a value of type set cannot travel"),
         (
             mean_since_it_joined(),
             r"step\.report: shift is \S+ on n\d \(joined at step \d\) and \S+ in a run of one worker, at step \d"
