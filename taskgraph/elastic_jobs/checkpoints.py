@@ -19,6 +19,7 @@ from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.errors import CheckpointError, CoordinationError, DecodeError, JobError
 from taskgraph.graph.values import decode, encode
 from taskgraph.node.primary.checkpoint_reader import CheckpointReader
+from taskgraph.node.primary.failed_checkpoints import FailedCheckpoints, unwritten_text
 from taskgraph.protocol.elastic import transactions
 from taskgraph.protocol.elastic.succession import all_drain
 from taskgraph.protocol.messages import Encoded, Stamp, StateCopy
@@ -59,6 +60,8 @@ class Checkpoints:
         self.writing = False
         self._reader = CheckpointReader(node, node.file_threads, place)
         self._finished = ""  # the checkpoint that has its final manifest
+        self._failures = FailedCheckpoints(node)
+        self._failed = ""  # what failed last, until nothing fails
 
     async def read(self) -> StateCopy | None:
         """Returns the state in the checkpoint that the pointer in etcd names; None: there is no pointer.
@@ -97,8 +100,6 @@ class Checkpoints:
                     if copy is not None:
                         await self._write(copy)
                         node.trace.keep(mark, "checkpoint", f"checkpoint after step {copy.step}")
-                except (OSError, CheckpointError, CoordinationError) as error:
-                    node.events.emit("checkpoint failed", f"{error}; the job goes on with the one before")
                 finally:
                     self.writing = False
                     if node.draining:
@@ -162,19 +163,40 @@ class Checkpoints:
         name = self._reader.name_of(Stamp(attempt, copy.position))
         before = job.checkpoint.record if job.checkpoint is not None else None
         kept = (before.name, *before.before)[: node.settings.checkpoints_kept - 1] if before is not None else ()
-        mark = node.trace.begin(of_step=False)
-        info = await self._reader.call(lambda: store.write(name, 0, value))
-        node.trace.keep(mark, "checkpoint", "writes its file", size_bytes=value.size_bytes)
-        await self._reader.call(lambda: store.stage(store.make_manifest(name, [info], kept)))
-        if not self._is_useful(copy, lineage):
-            return  # the job ended meanwhile, or went back, or another worker was faster
         writer = node.new_writer()
         record = CheckpointRecord(epoch=copy.position, attempt=attempt, name=str(name), before=kept, writer=writer)
-        txn = transactions.point_to_checkpoint(job, record, node=node.id, node_revision=node.node_revision)
-        if await node.transact(txn, key=job.keys.checkpoint, writer=writer) is None:
-            await node.keeper.refresh()
+        try:
+            mark = node.trace.begin(of_step=False)
+            info = await self._reader.call(lambda: store.write(name, 0, value))
+            node.trace.keep(mark, "checkpoint", "writes its file", size_bytes=value.size_bytes)
+            await self._reader.call(lambda: store.stage(store.make_manifest(name, [info], kept)))
+            if not self._is_useful(copy, lineage):
+                return  # the job ended meanwhile, or went back, or another worker was faster
+            txn = transactions.point_to_checkpoint(job, record, node=node.id, node_revision=node.node_revision)
+            if await node.transact(txn, key=job.keys.checkpoint, writer=writer) is None:
+                await node.keeper.refresh()
+                return
+        except (OSError, CheckpointError, CoordinationError) as error:
+            self._emit_failed(copy, unwritten_text(f"{store}/{name}", error))
+            self._failures.note_failed(f"after step {copy.step}: {error}")
+            try:
+                await self._reader.call(partial(store.discard, name, lambda: self._is_writer and not node.paused))
+            except OSError as stays:  # the next complete checkpoint removes it
+                node.log.info("files of checkpoint %s cannot be removed: %s", name, stays)
             return
-        await self._reader.call(lambda: store.finish(str(name)))
-        self._finished = str(name)
-        await self._reader.call(lambda: store.keep_only((str(name), *kept), str(name)))
-        node.events.emit("checkpoint", f"checkpoint after step {copy.step}: {store}/{name}")
+        self._failures.note_complete()
+        failed = "its last manifest is not there"
+        try:
+            await self._reader.call(lambda: store.finish(str(name)))
+            self._finished = str(name)
+            node.events.emit("checkpoint", f"checkpoint after step {copy.step}: {store}/{name}")
+            failed = "it is complete, but some before it cannot be removed"
+            await self._reader.call(lambda: store.keep_only((str(name), *kept), str(name)))
+            self._failed = ""
+        except (OSError, CheckpointError) as error:
+            self._emit_failed(copy, f"{failed}: {error}", failed)
+
+    def _emit_failed(self, copy: StateCopy, text: str, failed: str = "it is not written") -> None:
+        """Emits a failure; etcd keeps the first of equal ones in a row: on a full disk every checkpoint fails."""
+        again, self._failed = self._failed == failed, failed
+        self._node.events.emit("checkpoint failed", f"checkpoint after step {copy.step}: {text}", transient=again)

@@ -20,6 +20,7 @@ from taskgraph.checkpoint.files import FileInfo
 from taskgraph.checkpoint.manifest import CheckpointName, Manifest
 from taskgraph.errors import CheckpointError
 from taskgraph.node.primary.checkpoint_reader import SAME_PLACE
+from taskgraph.node.primary.failed_checkpoints import FailedCheckpoints, since_text
 from taskgraph.protocol import transactions
 from taskgraph.protocol.checkpointing import CheckpointCollector, is_open
 from taskgraph.protocol.messages import Accepted, Stamp, WrittenFile, WrittenFiles
@@ -49,7 +50,7 @@ class CheckpointCompleter:
         self._failed: dict[str, int] = {}  # last failures -> the checkpoint's epoch at which each was emitted
         self._cleaned = False  # True once files of earlier runs are removed
         self._others: set[str] = set()  # other runs in the same place that have been emitted
-        self._given_up = 0  # checkpoints that failed since one was complete
+        self._failures = FailedCheckpoints(node)
         self._last_given_up = Stamp(0, 0)
         self._stamp_at_look = primary.took_over_at  # the stamp at work at the last look at terms, or an earlier one
         self._terms: dict[int, int] = {}
@@ -159,16 +160,11 @@ class CheckpointCompleter:
             return  # like failed ones
         node.events.emit(
             "no checkpoint",
-            f"no checkpoint is complete {self._since_text}: {due} were due, and {leaders} times in a row task 0, which "
+            f"no checkpoint is complete {since_text(node)}: {due} were due, and {leaders} times in a row task 0, which "
             f"leads, got another primary before one was: nodes end, or hand tasks over, sooner than "
             f"{node.checkpoints.store} takes the files of one",
             epoch=at.epoch,
         )
-
-    @property
-    def _since_text(self) -> str:
-        pointer = self._node.keeper.view.checkpoint
-        return f"since that of epoch {pointer.record.epoch}" if pointer is not None else "yet"
 
     async def _give_up(self) -> None:
         """Removes reported files of checkpoints that cannot become complete, to make room for the next."""
@@ -184,17 +180,10 @@ class CheckpointCompleter:
                 self._count_given_up(stamp, task)
 
     def _count_given_up(self, stamp: Stamp, task: int) -> None:
-        """Counts a checkpoint that failed; emits an event at the second, fourth, eighth ... in a row."""
-        self._given_up, self._last_given_up = self._given_up + 1, stamp
-        count = self._given_up
-        if count < 2 or count & (count - 1):
-            return  # the second, fourth, eighth, ... is emitted: it may go on for hours
-        self._node.events.emit(
-            "no checkpoint",
-            f"no checkpoint is complete {self._since_text}: {count} in a row failed, the last of them, of epoch "
-            f"{stamp.epoch}, because the file of task {task} is missing",
-            epoch=stamp.epoch,
-        )
+        """Counts a checkpoint that failed, for want of the file of a task."""
+        self._last_given_up = stamp
+        last = f"of epoch {stamp.epoch}, because the file of task {task} is missing"
+        self._failures.note_failed(last, stamp.epoch)
 
     def _may_give_up(self, stamp: Stamp) -> bool:
         """True if this leader may still give that checkpoint up: a new leader could complete it.
@@ -246,7 +235,7 @@ class CheckpointCompleter:
             await node.keeper.refresh()
             return False
         await node.keeper.wait_for_revision(revision)
-        self._given_up = 0
+        self._failures.note_complete()
         if not await self._finish(record):
             return True  # it is tried again with the next commit
         size = sum(w.size for w in files)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CheckpointError, DecodeError, TransportError
+from taskgraph.node.primary.failed_checkpoints import unwritten_text
 from taskgraph.protocol.checkpointing import is_due, is_open, select_sparse
 from taskgraph.protocol.messages import Encoded, Stamp, WrittenFile, WrittenFiles
 
@@ -97,8 +98,8 @@ class CheckpointWriter:
             again, self._failing = self._failing, True
             self._node.events.emit(
                 "checkpoint failed",
-                f"checkpoint of epoch {stamp.epoch}: the file of task {self._task} cannot be written: {error}; the job "
-                f"goes on with the one before",
+                f"checkpoint of epoch {stamp.epoch}: the file of task {self._task} "
+                f"{unwritten_text(f'{checkpoints.store}/{name}', error)}",
                 task=self._task,
                 epoch=stamp.epoch,
                 transient=again,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
+from taskgraph.checkpoint import places
 from taskgraph.elastic_jobs.job import elastic
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.observe.events import Event
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import WorkersRecord
@@ -227,3 +232,56 @@ def test_newcomer_behind_the_checkpoint_goes_on_from_there(tmp_path: Path) -> No
     soon = dataclasses.replace(made.settings, lease_ttl_s=1.0)  # how long silence is borne
     job = dataclasses.replace(made, checkpoint=tmp_path.as_uri(), settings=soon, _elastic=often)
     asyncio.run(lose_all_behind_the_checkpoint(job, "goes on from the checkpoint of sum"))
+
+
+async def run_on_a_full_disk(job: Any, failures: int, free: Callable[[], None]) -> list[Event]:
+    """Runs a job until so many of its checkpoints have failed, and then, on a `free` disk, until one is complete."""
+    events: list[Event] = []
+    cluster = InProcessCluster(job, endless_leases=True, on_event=events.append)
+    try:
+        await cluster.start(2)
+        async with asyncio.timeout(20):
+            while sum(event.kind == "checkpoint failed" for event in events) < failures:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            free()
+            while all(event.kind != "checkpoint" for event in events):  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.005)
+        return events
+    finally:
+        await cluster.stop()
+
+
+@pytest.mark.parametrize("full", ["write", "stage"])
+def test_full_disk(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fills up with the file, or with the manifest beside it."""
+
+    def refuse(descriptor: int, data: memoryview) -> None:
+        if full == "write" or data[:1] == b"{":  # a manifest is JSON
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(descriptor, data)
+
+    def free() -> None:
+        left.extend(tmp_path.rglob("s0001-*"))
+        monkeypatch.setattr(places, "_write_all", write)
+
+    left: list[Path] = []
+    write = places._write_all
+    monkeypatch.setattr(places, "_write_all", refuse)
+    made = fit(pause_s=0.005, passes=200)
+    assert made.elastic is not None
+    often = dataclasses.replace(made.elastic, checkpoint_every_s=0.02)
+    job = dataclasses.replace(made, checkpoint=tmp_path.as_uri(), _elastic=often)
+    events = asyncio.run(run_on_a_full_disk(job, 5, free))
+    failed = [event for event in events if event.kind == "checkpoint failed"]
+    assert re.fullmatch(
+        rf"checkpoint after step \d+: cannot be written to {tmp_path}/fit/s0001-\S+: \[Errno 28\] No space left on "
+        r"device; the job goes on with the one before, if any: make room there for the next one",
+        failed[0].text,
+    )
+    assert [event.transient for event in failed] == [False] + [True] * (len(failed) - 1)
+    rows = [event.text for event in events if event.kind == "no checkpoint"]
+    assert [row.partition(", the last")[0] for row in rows[:2]] == [
+        "no checkpoint is complete yet: 2 in a row failed",
+        "no checkpoint is complete yet: 4 in a row failed",
+    ]
+    assert len(left) <= 1, "files of failed checkpoints stay"
