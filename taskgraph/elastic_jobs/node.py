@@ -30,6 +30,7 @@ from taskgraph.errors import JobError, error_text
 from taskgraph.graph.values import encode
 from taskgraph.hints import hint
 from taskgraph.node.life import LifeArguments
+from taskgraph.node.membership.placement import missing_nodes_text
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.usercode.errors import UserCodeError
@@ -276,7 +277,8 @@ class ElasticNode(WorkerNode):
         """Returns texts: what this worker waits for to enter a view, or from other workers in it."""
         core, known, step = self.engine.core, self.keeper.view.workers, self.trace.step
         if known is None:
-            return (f"{self.name} waits for the first view, which needs the nodes that the job was started with",)
+            missing = missing_nodes_text(self, "workers") if self.emits_for_all() else ""
+            return (missing,) if missing else ()
         if core.phase == Phase.OUTSIDE:
             return (f"{self.name} waits to enter" + (f", in step {step}" if step >= 0 else ": it copies the state"),)
         if not (awaited := self.engine.awaited):

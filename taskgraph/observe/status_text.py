@@ -208,6 +208,8 @@ def _safety(picture: StatusData) -> list[str]:
     if view.workers is not None:
         count = len(view.workers.record.workers)
         words.append(f"{counted(count, 'worker')}: {'each has' if count > 1 else 'it alone has'} the whole state")
+    elif picture.elastic:
+        words.append("no workers yet")
     elif backups:
         words.append(_backed_up_text(picture))
     else:
@@ -258,7 +260,8 @@ def _node_table(picture: StatusData, most: int | None) -> list[str]:
                 backups[node] += 1
     some = any(v.record.devices for v in view.nodes.values())
     workers = {worker for worker, _ in view.workers.record.workers} if view.workers is not None else set()
-    what = ["PRIMARY", "BACKUP"] if view.workers is None else ["WORKER"]
+    outside = "waits" if view.workers is None else "enters"
+    what = ["WORKER"] if picture.elastic else ["PRIMARY", "BACKUP"]
     rows = [["NODE", "STATE", "MEMORY", *what, *(["DEVICES"] if some else []), "PID", "HOST"]]
     in_order = sorted(view.nodes, key=lambda node: (isinstance(statuses.get(node), NodeStatus), node))
     shown = in_order if most is None else in_order[:most]
@@ -269,8 +272,8 @@ def _node_table(picture: StatusData, most: int | None) -> list[str]:
                 record.name,
                 _node_state(said, record),
                 f"{said.usage.memory_bytes >> 20} MiB" if isinstance(said, NodeStatus) else "-",
-                *(f"{count[node]:,}" for count in (primaries, backups) if view.workers is None),
-                *(["yes" if node in workers else "enters"] if view.workers is not None else []),
+                *(f"{count[node]:,}" for count in (primaries, backups) if not picture.elastic),
+                *(["yes" if node in workers else outside] if picture.elastic else []),
                 *([" ".join(i[:_ID] for i in record.device_ids) or "-"] if some else []),
                 str(record.pid),
                 record.host,

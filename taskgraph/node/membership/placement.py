@@ -13,7 +13,28 @@ from taskgraph.protocol.placement import CurrentReplicas, Seat, Wish, place
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "missing_nodes_text"]
+
+
+def missing_nodes_text(node: NodeCore, what: str = "nodes") -> str:
+    """Names the nodes that a job waits for before it begins; "": none, or it has ended.
+
+    Args:
+        what: "workers", of an elastic job.
+    """
+    view, spec, job = node.keeper.view, node.spec, node.job
+    if not view.running:
+        return ""
+    here = len(view.live_nodes(spec.run))
+    if here < job.min_nodes:
+        return f"the job waits for {what}: {here} of at least {job.min_nodes} are here (min_{what})"
+    limit_s = node.settings.start_wait_s
+    if here < spec.expected_nodes and node.now() - node.started_at <= limit_s:
+        return (
+            f"the job waits for {what}: {here} of the {spec.expected_nodes} that were started with it are here; it "
+            f"begins without the others after {limit_s:g} s (start_wait_s)"
+        )
+    return ""
 
 
 class Placement:
@@ -42,21 +63,7 @@ class Placement:
 
     @property
     def _missing_nodes_text(self) -> str:
-        """Names the nodes that the job waits for before it begins; "": none, or it has ended."""
-        node = self._node
-        view, spec, job = node.keeper.view, node.spec, node.job
-        if view.primaries or not view.running:
-            return ""
-        here, what = len(view.live_nodes(spec.run)), "the job waits for nodes"
-        if here < job.min_nodes:
-            return f"{what}: {here} of at least {job.min_nodes} are here (min_nodes)"
-        limit_s = node.settings.start_wait_s
-        if here < spec.expected_nodes and node.now() - node.started_at <= limit_s:
-            return (
-                f"{what}: {here} of the {spec.expected_nodes} that were started with it are here; it begins without "
-                f"the others after {limit_s:g} s (start_wait_s)"
-            )
-        return ""
+        return "" if self._node.keeper.view.primaries else missing_nodes_text(self._node)
 
     @property
     def waits(self) -> tuple[str, ...]:

@@ -97,6 +97,17 @@ def test_status_shows_the_step_of_the_workers() -> None:
     assert "waits for  a waits for parts of b, in step 12" in lines
 
 
+def test_status_before_the_first_workers() -> None:
+    before = JobView("fit")
+    before.nodes.update(view("", nodes="a").nodes)
+    waits = "the job waits for workers: 1 of at least 2 are here (min_workers)"
+    lines = shown(before, at_step("a", -1, waits))
+    assert lines[1] == "ok   no workers yet   1/1 nodes answer"
+    assert lines[2].split() == ["NODE", "STATE", "MEMORY", "WORKER", "PID", "HOST"]
+    assert lines[3].split() == ["a", "leader", "93", "MiB", "waits", "7", "h"]
+    assert lines[4] == f"waits for  {waits}"
+
+
 def test_status_without_workers_shows_where_new_ones_begin() -> None:
     assert shown(view("", checkpoint=31))[0] == "fit  running   checkpoint of sum 31"
     assert shown(view(""))[0] == "fit  running   no step yet"

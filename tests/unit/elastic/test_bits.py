@@ -285,3 +285,23 @@ def test_full_disk(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "no checkpoint is complete yet: 4 in a row failed",
     ]
     assert len(left) <= 1, "files of failed checkpoints stay"
+
+
+async def begin_with_two(job: Any) -> tuple[list[tuple[str, ...]], bytes]:
+    """Starts one node, and then another. Returns what the first one waited for alone, and the value."""
+    cluster = InProcessCluster(job, endless_leases=True)
+    try:
+        await cluster.start(1)
+        await cluster.living[0].keeper.wait_until(lambda view: view.nodes)
+        waits = [node.status().waits for node in cluster.living]
+        cluster.add()
+        value: Any = (await cluster.result(20)).values[0]
+        return waits, bytes(value.tobytes())
+    finally:
+        await cluster.stop()
+
+
+def test_first_worker_waits_for_others(undisturbed: bytes) -> None:
+    job = dataclasses.replace(fit(), min_nodes=2)
+    waits, value = asyncio.run(begin_with_two(job))
+    assert waits == [("the job waits for workers: 1 of at least 2 are here (min_workers)",)] and value == undisturbed
