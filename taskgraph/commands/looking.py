@@ -21,6 +21,7 @@ from taskgraph.commands.common import FoundJob, check_launcher, etcd_of, known_a
 from taskgraph.commands.placing import waiting
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError, Unavailable, UnknownJob
+from taskgraph.launch.access import configured
 from taskgraph.launch.follow import client_of, find_kept, follow_events, kept_events, node_statuses
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -153,7 +154,7 @@ async def _collect_status(
     reached: FoundJob, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError], etcd_s: float
 ) -> StatusData:
     """Collects what `taskgraph status` shows: the arguments, commits from the leader, events from etcd."""
-    spec, logs = reached.spec, Runtime().logs(reached.name)
+    spec, logs, launched = reached.spec, Runtime().logs(reached.name), _launched_as(reached)
     leader = next((node for node, said in statuses.items() if isinstance(said, NodeStatus) and said.leader), None)
     commits: list[Event] = []
     if leader is not None:
@@ -180,22 +181,31 @@ async def _collect_status(
         commits=commits,
         kept=[*kept, *incidents.take_finished(view, over=True)],
         etcd_s=etcd_s,
-        no_node_text=_no_node_text(reached, view),
+        no_node_text=_no_node_text(reached, view, launched),
+        launched=launched,
         logs=str(logs) if logs is not None else "",
     )
 
 
-def _no_node_text(reached: FoundJob, view: JobView) -> str:
+def _no_node_text(reached: FoundJob, view: JobView, launched: str) -> str:
     """Returns what `taskgraph status` says if no node is registered."""
     spec, known = reached.spec, known_at(reached.name, reached.entry.etcd, reached.spec.run)
-    is_known = known is not None or find_placed(reached.name) is not None
     return no_node_text(
         view,
-        reached.name if is_known else f"{reached.name} --etcd {reached.entry.etcd}",
+        launched,
         expected=spec.expected_nodes,
         launcher=known.pid if known is not None and not known.stale else None,
         lost_after_s=spec.setting("lost_after_s"),
     )
+
+
+def _launched_as(reached: FoundJob) -> str:
+    """Returns the words after `taskgraph launch` that start nodes for the job on this host."""
+    name, etcd, spec = reached.name, reached.entry.etcd, reached.spec
+    if known_at(name, etcd, spec.run) is not None or find_placed(name) is not None:
+        return name
+    token = " --token-file FILE" if spec.token_mark and not configured("token_file") else ""
+    return f"{name} --etcd {etcd}{token}"
 
 
 async def statuses_of(reached: FoundJob, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:

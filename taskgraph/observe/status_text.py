@@ -60,6 +60,7 @@ class StatusData:
         commits: the newest commits, as the leader reported them.
         kept: the events that etcd keeps.
         etcd_s: how long etcd took for an answer.
+        launched: the words after `taskgraph launch` that start nodes for the job; "": its name.
         no_node_text: what to say if no node is registered.
         logs: the folder with the logs of the nodes that this host started.
         now: the time, in seconds since 1970.
@@ -76,6 +77,7 @@ class StatusData:
     commits: Sequence[Event] = ()
     kept: Sequence[Event] = ()
     etcd_s: float | None = None
+    launched: str = ""
     no_node_text: str = "no nodes are registered"
     logs: str = ""
     now: float = field(default_factory=time.time)
@@ -219,7 +221,9 @@ def _safety(picture: StatusData) -> list[str]:
         words.append(f"etcd {1000 * picture.etcd_s:.1f} ms")
     problems = _silent_nodes(picture)
     if view.running and (
-        lacking := missing_backups_text(view, picture.name, picture.tasks, backups, services=picture.services)
+        lacking := missing_backups_text(
+            view, picture.launched or picture.name, picture.tasks, backups, services=picture.services
+        )
     ):
         problems.insert(0, lacking)
     mark = "WARN" if problems else "ok  "

@@ -15,6 +15,7 @@ from taskgraph.jobs import Job
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.task import Task
+from taskgraph.transport.hello import token_mark
 
 
 async def test_status_while_launcher_starts_nodes(
@@ -35,3 +36,22 @@ async def test_status_while_launcher_starts_nodes(
             runtime.put(known)
         assert await _status(options("status")) == 0
         assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("configured", "words"), [(False, " --token-file FILE"), (True, "")])
+async def test_hint_at_launch_names_the_token_that_it_needs(
+    configured: bool,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A host that does not know the job has it in a file, which an option or the environment names."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    if configured:
+        (tmp_path / "token").write_text("ab" * 32)
+        monkeypatch.setenv("TASKGRAPH_TOKEN_FILE", str(tmp_path / "token"))
+    spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
+    await submit(in_memory(monkeypatch), dataclasses.replace(spec, token_mark=token_mark(b"ab" * 16)))
+    assert await _status(options("status")) == 0
+    assert f"start some with `taskgraph launch fit --etcd {ETCD}{words}`" in capsys.readouterr().out.replace("\n", " ")
