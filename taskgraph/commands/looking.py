@@ -29,9 +29,9 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, counted, ended_status_json, fit_screen, status_json
 from taskgraph.observe.incidents import Incidents
 from taskgraph.observe.queues_text import set_aside_text
-from taskgraph.observe.screen import one_line, printable, say, takes_codes
+from taskgraph.observe.screen import one_line, say, takes_codes
 from taskgraph.observe.status import NodeStatus
-from taskgraph.observe.status_text import StatusData, no_node_text, status_text
+from taskgraph.observe.status_text import StatusData, no_node_text, reason_lines, status_text
 from taskgraph.protocol.records import JobStatus
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done
@@ -241,7 +241,7 @@ def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
         return
     reason = kept.status.reason if kept.status is not None else ""
     done = f"   {counted(found['epochs'], 'sum' if kept.elastic else 'epoch')}" if found else ""
-    print(f"{name}  {kept.state or 'unknown'}{done}" + (f"\n  {printable(reason)}" if reason else ""))
+    print("\n".join([f"{name}  {kept.state or 'unknown'}{done}", *reason_lines(reason)]))
 
 
 def _etcd_warning(reached: FoundJob) -> str:

@@ -399,8 +399,9 @@ def _last_end_text(nodes: LocalNodes) -> str:
 
 
 def _log_tails(nodes: LocalNodes) -> str:
-    """Returns the ends of the logs of the last nodes that ended, and what they have in common."""
-    codes, deaths = list(nodes.codes().items()), nodes.deaths()
+    """Returns the ends of the logs of the last nodes that died or failed, and what they have in common."""
+    deaths = nodes.deaths()
+    codes = [(name, code) for name, code in nodes.codes().items() if code or name in deaths]
     alike: dict[tuple[str, str], list[str]] = {}
     for name, code in codes[-_TAILS:]:
         alike.setdefault((_death_text(code, deaths.get(name)), nodes.log_tail(name)), []).append(name)

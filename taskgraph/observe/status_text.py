@@ -31,7 +31,7 @@ from taskgraph.protocol.shared import holds_state
 from taskgraph.protocol.view import JobView
 from taskgraph.settings import Settings
 
-__all__ = ["StatusData", "missing_backups_text", "no_node_text", "status_text"]
+__all__ = ["StatusData", "missing_backups_text", "no_node_text", "reason_lines", "status_text"]
 
 _COLUMNS = 80
 _NODES = 6
@@ -41,6 +41,7 @@ _ID = len("GPU-8932f937")
 _MAX_NAMED = 8
 """Nodes or task ids that a line names."""
 _SLOWEST = 3
+_REASON_LINES = 8
 _PROBLEMS, _LINES = 2, 3
 """Warnings that are shown, and lines of each."""
 _RECENT_S = 2.0
@@ -136,8 +137,15 @@ def _head(picture: StatusData) -> list[str]:
         words.append(" no epoch")
     if view.running:
         words += [f" {word}" for word in _pace(picture)]
-    reason = view.status.record.reason if view.status else ""
-    return ["  ".join(words), *([f"  {printable(reason)}"] if reason else [])]
+    return ["  ".join(words), *reason_lines(view.status.record.reason if view.status else "")]
+
+
+def reason_lines(reason: str) -> list[str]:
+    """Returns why a job failed or was ended, as lines: of a long reason, as with the ends of logs, the two ends."""
+    lines = printable(reason).strip().split("\n")
+    if left_out := len(lines[_REASON_LINES:]):
+        lines[1 : left_out + 2] = [f"... {counted(left_out + 1, 'line')} more: --json"]
+    return [f"  {line}" for line in lines] if reason else []
 
 
 def _step(picture: StatusData) -> list[str]:

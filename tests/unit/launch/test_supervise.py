@@ -406,6 +406,14 @@ def test_failure_shows_the_last_logs() -> None:
     assert shown.endswith("--- and 4 before")
 
 
+def test_failure_shows_no_logs_of_nodes_that_left() -> None:
+    """In good order, and perhaps hours before the others died."""
+    codes, killed = {"n1": 0, "n2": 0, "n3": -9}, {"n2": GoneRecord(reason="x"), "n3": GoneRecord(reason="y")}
+    nodes: Any = SimpleNamespace(codes=lambda: codes, deaths=lambda: killed, log_tail=lambda name: f"{name} says why")
+    shown = supervise._log_tails(nodes)
+    assert "n3 says why" in shown and "n2 says why" in shown and "n1" not in shown
+
+
 @pytest.mark.parametrize(
     ("script", "code_s", "ends"),
     [("""trap '' TERM; touch "$0"; sleep 0.6; exit 0""", 60.0, 0), (_NEVER_LEAVES, 0.1, -signal.SIGKILL)],

@@ -11,7 +11,7 @@ import pytest
 from taskgraph.errors import PeerLost, TaskGraphError
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
-from taskgraph.observe.status_text import StatusData, missing_backups_text, no_node_text, status_text
+from taskgraph.observe.status_text import StatusData, missing_backups_text, no_node_text, reason_lines, status_text
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
@@ -326,3 +326,11 @@ def test_job_without_nodes_says_what_starts_some(
     view: JobView, expected: int, launcher: int | None, words: str
 ) -> None:
     assert no_node_text(view, "fit", expected=expected, launcher=launcher) == f"no nodes are registered{words}"
+
+
+def test_long_reason_has_two_ends() -> None:
+    """As one with the ends of the logs of several nodes: the status of a job that failed fits a screen, too."""
+    assert reason_lines("") == [] and reason_lines("why\n") == ["  why"]
+    assert reason_lines("\n".join(map(str, range(8)))) == [f"  {number}" for number in range(8)]
+    long = reason_lines("\n".join(map(str, range(60))))
+    assert long == ["  0", "  ... 53 lines more: --json", *(f"  {number}" for number in range(54, 60))]
