@@ -41,7 +41,7 @@ _NUMPYS: Final = (
     "makes an array of self.xp on every node, see docs/gpu.md"
 )
 _TERMINAL: Final = (
-    "nodes have no terminal, which breakpoint() and input() need: run the job in one process, with --nodes 0 or "
+    "this process has no terminal, which breakpoint() and input() need: start the job in a terminal, with --nodes 0 or "
     "tg.run(..., nodes=0)"
 )
 _RANKS: Final = (

@@ -371,7 +371,7 @@ def _add_looking(add: Any, launcher: Launcher | None) -> None:
     text = "number of whole epochs, or of steps of an elastic job (20)"
     trace.add_argument("--epochs", "--steps", type=int, default=20, metavar="N", help=text)
     text = "trace one epoch (step) of N; 1: all; default: all, or fewer so that a fast job loses less than 3 %%"
-    trace.add_argument("--every", type=int, default=0, metavar="N", help=text)
+    trace.add_argument("--every", type=int, metavar="N", help=text)
     trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="the file to write (trace.json)")
 
 

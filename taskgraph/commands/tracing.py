@@ -33,7 +33,7 @@ def trace(options: argparse.Namespace) -> int:
     """Traces some epochs of a running job."""
     if options.epochs < 1:
         raise JobError(f"--epochs {options.epochs}: must be at least 1")
-    if options.every < 0:
+    if options.every is not None and options.every < 1:
         raise JobError(f"--every {options.every}: must be at least 1, which traces all epochs")
     path = Path(options.output)
     if why := why_unwritable(path):
@@ -55,7 +55,7 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
             reached.entry.token_bytes,
             reached.entry.node_access,
             epochs=options.epochs,
-            every=options.every,
+            every=options.every or 0,
             total=reached.spec.epochs,
             say=say,
         )

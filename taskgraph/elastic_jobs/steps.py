@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,9 +32,15 @@ __all__ = ["FEW_STEPS", "UNCHANGED", "Step", "StepOptions", "Steps"]
 
 FEW_STEPS: Final = 3
 """If this many steps change nothing, the update is probably called at the wrong place."""
+_EARLY: Final = 9
+"""Before this many steps and the next one the state is compared, so it is known which of them changed it."""
 UNCHANGED: Final = (
     f"the first {FEW_STEPS} steps changed nothing in run.state: call optimizer.step() after `for part in step`, "
     f"without zero_grad() in between"
+)
+_NOW_AND_THEN: Final = (
+    "some of the first steps changed nothing in run.state, and their gradients are gone: call optimizer.step() in "
+    "every step; in place of gradients of several steps, give run.steps a larger batch, in more parts"
 )
 
 
@@ -67,7 +74,8 @@ class Steps:
         self.feed = feed
         self.finite = True  # the last total
         self._step: Step | None = None
-        self._first: dict[str, bytes] = {}  # the digests of the state before step 0
+        self.trained = False  # a part has called `part.backward`
+        self._early: list[dict[str, bytes]] = []  # the digests of the state before step 0, 1, ...
 
     @property
     def per_pass(self) -> int:
@@ -124,12 +132,18 @@ class Steps:
         return found, hashlib.blake2b(repr(sorted(everything.items())).encode(), digest_size=16).digest()
 
     def _emit_unchanged(self, number: int, found: dict[str, bytes]) -> None:
-        """Emits an event, on the most senior worker, if the first steps left the state as it was."""
-        node = self.run.progress.node
-        if number == 0:
-            self._first = found
-        elif number == FEW_STEPS and found and found == self._first and node.workers[:1] == (node.name,):
+        """Emits an event, on the most senior worker, if the first steps left the state as it was; or of a job that
+        trains, if they did so now and then."""
+        node, early = self.run.progress.node, self._early
+        if not found or number != len(early) or node.workers[:1] != (node.name,):
+            return
+        early.append(found)
+        if number == FEW_STEPS and found == early[0]:
             node.emit("unchanged", UNCHANGED)
+        elif number == _EARLY and self.trained:
+            changed = [before != after for before, after in itertools.pairwise(early)]
+            if list(itertools.pairwise(changed)).count((True, False)) > 1:
+                node.emit("unchanged", _NOW_AND_THEN)
 
     @property
     def in_part_loop(self) -> bool:
@@ -246,6 +260,7 @@ class Step:
         self._rows.take_carried(carried)
         tables.in_parts = False
         tables.apply([each.get(PUSHED, ()) for each in carried], total.get("weight", 0.0))
+        steps.trained |= "weight" in total
         self._total, self._over = total, True
         progress.seed(SUMMED)
         trace.keep(mark, "total", "puts the total in place")

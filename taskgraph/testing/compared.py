@@ -38,7 +38,7 @@ class OneWorkerRecord:
         results: (position, piece) -> the result of a piece of `run.once` or `run.map`.
         reports: (step, position) -> the numbers of each report there.
         value: path -> digest of a leaf of the job's value.
-        steps: the number of steps that had a round.
+        steps: the number of steps.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,6 @@ class OneWorkerRecord:
 
     def add_part(self, round_id: RoundId, part: Part, sums: Sums) -> None:
         self.parts[round_id.step, round_id.round, part.number] = chain_digest(b"", sums)
-        self.steps = round_id.step + 1
 
 
 class WorkerChecks:
@@ -109,6 +108,7 @@ class WorkerChecks:
         self.check_state(step, found)
         if not self._joined:
             self._record.various.update(self._suspects)
+        self._steps = step + 1
         if 0 < self._record.steps <= step:
             raise self._surplus_error(f"takes step {step}, and a run of one worker ends after {self._record.steps}")
 
@@ -127,7 +127,6 @@ class WorkerChecks:
             )
 
     def check_part(self, round_id: RoundId, part: Part, sums: Sums) -> None:
-        self._steps = round_id.step + 1
         key = round_id.step, round_id.round, part.number
         if key not in self._record.parts:
             return  # it has more steps or rounds: said when its total is there
@@ -138,7 +137,6 @@ class WorkerChecks:
             )
 
     def check_total(self, round_id: RoundId) -> None:
-        self._steps = round_id.step + 1
         if (round_id.step, round_id.round, 0) not in self._record.parts:
             raise self._surplus_error(
                 f"takes round {round_id.round} of step {round_id.step}, and a run of one worker does not"

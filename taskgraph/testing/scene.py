@@ -7,6 +7,7 @@ leaves or dies, unless the test kills workers itself. After three of them every 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
@@ -23,6 +24,8 @@ _STEP_S = 0.1
 _LOOK_S = 0.01
 _MOST_TURNS = 12
 """Turns of the event loop after which a worker dies that has begun to send its sums."""
+
+log = logging.getLogger(__name__)
 
 
 class Scene:
@@ -64,6 +67,8 @@ class Scene:
 
     def on_event(self, event: Event) -> None:
         """Called with each event of a node. Once the newcomer has joined, makes the oldest worker leave or die."""
+        if event.kind == "unchanged":
+            log.warning("%s", event.text)
         if event.kind == "joined" and event.node == self._newcomer:
             self._start_task(self._remove_oldest(event.node))
 

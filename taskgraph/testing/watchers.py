@@ -119,6 +119,7 @@ class Recorder(Watcher):
     def at_boundary(self, step: int, state: Any) -> None:
         super().at_boundary(step, state)
         self.at_last_boundary(step, state)
+        self._record.steps = step + 1
         states = self._record.states
         if step == FEW_STEPS and self._trained and states[0] and states[step] == states[0]:
             raise StateError(UNCHANGED)

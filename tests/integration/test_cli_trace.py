@@ -238,7 +238,7 @@ async def test_what_cannot_be_traced_is_said(cli: Cli) -> None:
     assert done.code == 3 and "No job 'nobody' runs here." in done.err
     done = await cli("trace", "nobody", "--epochs", "0")
     assert done.code == 2 and "at least 1" in done.err
-    done = await cli("trace", "nobody", "--every", "-1")
+    done = await cli("trace", "nobody", "--every", "0")
     assert done.code == 2 and "at least 1" in done.err
     done = await cli("trace", "nobody", "-o", "no/folder/t.json")
     assert done.code == 2 and "there is no directory no/folder" in done.err

@@ -121,6 +121,11 @@ def test_package_docstrings_name_modules() -> None:
 
 
 @pytest.mark.parametrize("page", DOCS)
+def test_rows_of_tables_are_lines(page: str) -> None:
+    assert not re.findall(r"^.*\| \|-+\|.*$", prose(page), re.M), "a table is wrapped as text"
+
+
+@pytest.mark.parametrize("page", DOCS)
 def test_links_lead_somewhere(page: str) -> None:
     broken = []
     for target in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page))):

@@ -257,6 +257,31 @@ async def test_optimizer_without_gradients_is_an_event(where: str, unchanged: in
     )
 
 
+@tg.elastic
+def updated_in_some_steps(run: Any, every: int) -> None:
+    model = nn.Linear(3, 1)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    run.state(model=model, opt=opt)
+    for step in steps(run, passes=6):
+        for part in step:
+            part.backward(model(torch.ones(1, 3)).sum())
+        if (step.number + 1) % every == 0:
+            opt.step()
+
+
+@pytest.mark.parametrize(("every", "begins"), [(1, []), (2, ["some of the first"]), (3, ["some of the first"])])
+@pytest.mark.parametrize("tested", [True, False])
+def test_gradients_of_several_steps(
+    every: int, begins: list[str], tested: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of a step are gone when the next one begins: every second batch does not count."""
+    if tested:
+        tg.testing.run(updated_in_some_steps(every))
+    else:
+        tg.run(updated_in_some_steps(every), nodes=0)
+    assert [r.message[:17] for r in caplog.records if "run.state" in r.message] == begins
+
+
 @pytest.mark.parametrize("named", ["nothing", "model", "tensors", "trainer"])
 async def test_parameters_of_optimizers_are_named(named: str) -> None:
     class Trainer:

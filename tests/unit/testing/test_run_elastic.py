@@ -404,3 +404,21 @@ def kept(run: tg.Run) -> Any:
 
 def test_checkpoints_go_elsewhere(undisturbed: Any) -> None:
     assert np.array_equal(tg.testing.run(kept()).value, undisturbed)
+
+
+@tg.elastic
+def without_parts_now_and_then(run: tg.Run, when: int = 1) -> Any:
+    s = run.state(w=0)
+    for step in steps_of(run):
+        if step.number % 2 == when:
+            s.w += 1
+            continue
+        for part in step:
+            part.add(n=1)
+        s.w += step["n"]
+    return s.w
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_steps_without_a_part_loop(when: int) -> None:
+    assert tg.testing.run(without_parts_now_and_then(when=when)).value == 4 * 4 + 4

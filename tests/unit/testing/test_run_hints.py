@@ -164,7 +164,7 @@ def asks(epoch: Any, ins: Any, outs: Any) -> None:
 @pytest.mark.parametrize("compute", [debugs, asks])
 def test_debugger_and_input_in_a_node(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert "; nodes have no terminal, which breakpoint() and input() need" in str(fails(sends(compute)))
+    assert "; this process has no terminal, which breakpoint() and input() need" in str(fails(sends(compute)))
 
 
 def test_quit_debugger_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
