@@ -235,19 +235,20 @@ def _find_target(options: argparse.Namespace, view: JobView, spec: JobSpec) -> t
         JobError: the options name no node, an unknown one, or contradict each other.
         TransportError: the task has no such node at the moment.
     """
+    if spec.elastic:
+        if options.node is None or options.task is not None or options.backup:
+            raise JobError("the workers of an elastic job have no tasks: give --node NAME alone")
+        node = _node_named(view, options.node)
+        workers = [worker for worker, _ in view.workers.record.workers] if view.workers is not None else []
+        return node, f"one of {counted(len(workers), 'worker')}" if node in workers else "which is no worker yet"
     if options.task is None:
         if options.backup:
             raise JobError("--backup goes with --task T: a node of one of its backups")
         if options.node is None:
             raise JobError("give --task T (its primary), --task T --backup, or --node NAME")
         node = _node_named(view, options.node)
-        if spec.elastic:
-            workers = [worker for worker, _ in view.workers.record.workers] if view.workers is not None else []
-            return node, f"one of {counted(len(workers), 'worker')}" if node in workers else "which is no worker yet"
         primaries = [t for t in range(spec.tasks) if view.primary_node(t) == node]
         return node, f"primary of {tasks_text(primaries, spec.tasks, spec.services)}"
-    if spec.elastic:
-        raise JobError("--task: the workers of an elastic job have no tasks: give --node NAME")
     if not 0 <= options.task < spec.tasks:
         raise JobError(f"--task {options.task}: the job has tasks 0 to {spec.tasks - 1}")
     primary = view.primary_node(options.task)

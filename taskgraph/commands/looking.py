@@ -20,6 +20,7 @@ from taskgraph.clusters.placed import find_kept_by, find_placed
 from taskgraph.commands.common import FoundJob, check_launcher, etcd_of, known_at, reach, wait_until_launcher_gone
 from taskgraph.commands.placing import waiting
 from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError, Unavailable, UnknownJob
 from taskgraph.launch.access import configured
 from taskgraph.launch.follow import client_of, find_kept, follow_events, kept_events, node_statuses
@@ -81,7 +82,7 @@ def status(options: argparse.Namespace) -> int:
 async def _status(options: argparse.Namespace) -> int:
     """Prints the status once, or with --watch until the job ends."""
     async with reach(options) as reached:
-        shown = _tasks_of(options, reached.spec.tasks)
+        shown = _tasks_of(options, reached.spec)
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
         away = False
         while (kept := _kept_if_launcher_ended(reached.entry)) is None:
@@ -100,8 +101,6 @@ async def _status(options: argparse.Namespace) -> int:
                 continue
             away = False
             etcd_s, spec, view = time.monotonic() - began, reached.spec, keeper.view
-            if shown and spec.elastic:
-                raise JobError("--tasks, --task: the workers of an elastic job have no tasks; leave the option out")
             statuses = await statuses_of(reached, view)
             if options.json:
                 found = status_json(
@@ -135,8 +134,11 @@ def show_again(text: str, *, on_screen: bool) -> None:
     print(text, flush=True)
 
 
-def _tasks_of(options: argparse.Namespace, tasks: int) -> Sequence[int]:
+def _tasks_of(options: argparse.Namespace, spec: JobSpec) -> Sequence[int]:
     """Returns the tasks of `--task 3-7,12`, or all of them with `--tasks`."""
+    tasks = spec.tasks
+    if spec.elastic and (options.task or options.tasks):
+        raise JobError("--tasks, --task: the workers of an elastic job have no tasks; leave the option out")
     if not options.task:
         return range(tasks) if options.tasks else ()
     found: list[int] = []

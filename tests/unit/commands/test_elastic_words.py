@@ -122,6 +122,9 @@ async def test_submitted_job_has_no_epochs_and_tasks(
     assert await _status(options("status")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "fit  running   no step yet" and lines[-1] == "more: --json"
+    for refused in (("--tasks",), ("--task", "3")):
+        with pytest.raises(tg.JobError, match="the workers of an elastic job have no tasks; leave the option out"):
+            await _status(options("status", *refused))
 
 
 def test_status_as_json_has_steps_and_workers() -> None:
@@ -167,8 +170,9 @@ def test_target_of_kill_and_drain() -> None:
     before.nodes.update(entered.nodes)
     assert said(entered, "--node", "a") == "one of 2 workers"
     assert said(entered, "--node", "c") == said(before, "--node", "a") == "which is no worker yet"
-    with pytest.raises(tg.JobError, match="the workers of an elastic job have no tasks: give --node NAME"):
-        said(before, "--task", "0")
+    for refused in ((), ("--task", "0"), ("--node", "a", "--backup")):
+        with pytest.raises(tg.JobError, match="the workers of an elastic job have no tasks: give --node NAME alone"):
+            said(before, *refused)
     assert drain_text(entered, SPEC, "a-7f") == "leaves before its next part"
     assert drain_text(view("a", nodes="ac"), SPEC, "a-7f").startswith("leaves once another worker has the state: start")
     kept = dataclasses.replace(SPEC, checkpoint="file:///kept")
