@@ -113,8 +113,8 @@ class Steps:
             number += 1
         if copied is not None and self._step is None:
             raise StepError(
-                f"the run goes on from the state of step {number}, and run.steps(passes=...) ends before: give more "
-                f"passes, or begin anew with --fresh"
+                f"the state copied here, or resumed from, is of step {number}, and run.steps(passes=...) ends before: "
+                f"give all workers the same passes, a resumed run more, or begin it anew with --fresh"
             )
         _, progress.end_tag = self._compared(number)
         trace.end_step()
@@ -293,15 +293,16 @@ class Step:
         if how == "ignore":
             return
         before, self._steps.finite = self._steps.finite, sums.all_finite
-        if self._steps.finite or (how == "event" and not before):
-            return
+        node = self._steps.run.progress.node
+        if self._steps.finite or (how == "event" and not (before and node.workers[:1] == (node.name,))):
+            return  # the most senior worker emits it
         path = next(_nonfinite(total, ()))
         text = f"{title(path)} has nan or inf in the total of step {self.number}"
         if how == "error":
             raise StepError(
                 f'{text}: look at the loss and the rows of this step, or go on with run.steps(nonfinite="event")'
             )
-        self._steps.run.progress.node.emit("nonfinite", text)
+        node.emit("nonfinite", text)
 
     def check_part_loop_ended(self) -> None:
         """Raises StepError if user code is in the part loop, or has left it early."""

@@ -197,7 +197,7 @@ async def test_nonfinite_totals(how: str) -> None:
         return float(step["x"][0])
 
     events: list[Any] = []
-    assert await run_body(body, (1, ""), events.append) == 3
+    assert await run_body(body, (3, ""), events.append) == 3
     assert [e.text for e in events if e.kind == "nonfinite"] == [
         "part.add(x=...) has nan or inf in the total of step 1"
     ] * (how == "event")
