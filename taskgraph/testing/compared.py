@@ -7,7 +7,7 @@ the same state before each step, and the same result of each part that it comput
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 from taskgraph.elastic_jobs.adding import chain_digest
 from taskgraph.elastic_jobs.parts import Part, RoundId
@@ -17,7 +17,7 @@ from taskgraph.graph.sums import Sums
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.variables import digests_of_plain
 
-__all__ = ["OneWorkerRecord", "WorkerChecks", "format_differing", "value_digests"]
+__all__ = ["DECIDE", "OneWorkerRecord", "WorkerChecks", "format_differing", "value_digests"]
 
 _NAMED = 3
 """The most differing names in a message."""
@@ -25,6 +25,7 @@ _EQUAL_START_ADVICE = (
     "make what run.state gets in the function, since objects of the module keep what an earlier run left; draw and "
     "measure in run.once(...)"
 )
+DECIDE: Final = "decide `break`, rounds and calls by totals, run.state or run.once alone"
 
 
 class OneWorkerRecord:
@@ -114,9 +115,7 @@ class WorkerChecks:
 
     def _surplus_error(self, what: str) -> StepError:
         """Returns the error for a worker that takes other steps or rounds; `what` says which."""
-        return StepError(
-            f"{self._name} {what}\ndecide `break`, rounds and calls by totals, run.state or run.once alone"
-        )
+        return StepError(f"{self._name} {what}\n{DECIDE}")
 
     def check_state(self, step: int, found: dict[str, bytes]) -> None:
         known = self._record.states.get(step)

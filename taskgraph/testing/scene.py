@@ -39,12 +39,14 @@ class Scene:
     Attributes:
         kills: (place in the view, step) -> stage: the kills that are left. A kill is put off to a later step while
             there is no such worker, or no other worker that could go on.
+        differing: the texts of the events `differs`.
     """
 
     def __init__(
         self, kills: dict[tuple[int, int], str], churn: bool, rng: random.Random, check_endless: Callable[[int], None]
     ) -> None:
         self.kills = kills
+        self.differing: list[str] = []
         self._check_endless = check_endless
         self._churn = churn
         self._replaces = not kills
@@ -69,6 +71,8 @@ class Scene:
         """Called with each event of a node. Once the newcomer has joined, makes the oldest worker leave or die."""
         if event.kind == "unchanged":
             log.warning("%s", event.text)
+        elif event.kind == "differs":
+            self.differing.append(event.text.partition(": it enters anew")[0])
         if event.kind == "joined" and event.node == self._newcomer:
             self._start_task(self._remove_oldest(event.node))
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from types import CodeType
 
 from taskgraph.elastic_jobs.run import Run
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, StepError
 from taskgraph.jobs import Job
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.results import JobResult
-from taskgraph.testing.compared import OneWorkerRecord
+from taskgraph.testing.compared import DECIDE, OneWorkerRecord
 from taskgraph.testing.limited import LimitedRun
 from taskgraph.testing.scene import Scene
 from taskgraph.testing.threads import LockStepThreads
@@ -74,7 +74,10 @@ class WorkersRun(LimitedRun):
         scene = self._new_scene({}, churn=False)
         await self._run(alone, 1, scene, functools.partial(Recorder, record))
         scene = self._new_scene(self._kills, churn=True)
-        return await self._run(self._job, nodes, scene, functools.partial(Comparer, record))
+        result = await self._run(self._job, nodes, scene, functools.partial(Comparer, record))
+        if scene.differing:  # in calls of the run: of states, parts and totals the comparer says more
+            raise StepError(f"{scene.differing[0]}\n{DECIDE}")
+        return result
 
     def _new_scene(self, kills: dict[tuple[int, int], str], *, churn: bool) -> Scene:
         return Scene(dict(kills), churn, random.Random(self._order), self._check_endless)

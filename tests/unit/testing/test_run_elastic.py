@@ -422,3 +422,20 @@ def without_parts_now_and_then(run: tg.Run, when: int = 1) -> Any:
 @pytest.mark.parametrize("when", [0, 1])
 def test_steps_without_a_part_loop(when: int) -> None:
     assert tg.testing.run(without_parts_now_and_then(when=when)).value == 4 * 4 + 4
+
+
+@tg.elastic
+def once_by_the_first_worker(run: tg.Run, per_pass: int) -> None:
+    s = run.state(w=0)
+    for step in steps_of(run, rows=20 * per_pass, passes=3):
+        for part in step:
+            part.add(n=1)
+        s.w += step["n"]
+        if step.ends_pass and run.worker == run.workers[0]:
+            run.once(lambda: 1)
+
+
+@pytest.mark.parametrize("per_pass", [1, 4, 8, 30])
+def test_calls_of_one_worker_alone(per_pass: int) -> None:
+    with pytest.raises((tg.JobError, tg.JobFailed), match=r"decide (`break`, rounds|by totals)"):
+        tg.testing.run(once_by_the_first_worker(per_pass=per_pass))
