@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import taskgraph as tg
@@ -20,9 +21,11 @@ class Poisoned(tg.Task, state=["steps"]):
             raise OutOfMemoryError("Out of memory allocating 1,073,741,824 bytes")
 
     def setup(self) -> None:
-        led = self.marks.with_name(f"set up {self.task_id}")
-        self.meet("setup of a backup" if led.exists() else "setup")
-        led.touch()
+        try:
+            self.marks.with_name(f"set up {self.task_id}").touch(exist_ok=False)
+            self.meet("setup")
+        except FileExistsError:
+            self.meet("setup of a backup")
         self.steps = 0
 
     @tg.handles("ask")
@@ -37,6 +40,8 @@ class Poisoned(tg.Task, state=["steps"]):
     def fit(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         if epoch.number == 2:
             self.meet("fit")
+            while self.place == "setup of a backup" and not list(self.marks.iterdir()):
+                time.sleep(0.01)  # until a backup is set up
         outs.put("step", epoch.request(1, "ask", None).wait() if self.task_id == 0 else 1)
 
     def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
