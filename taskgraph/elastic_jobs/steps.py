@@ -100,14 +100,14 @@ class Steps:
             progress.cross_boundary(number, state)
             self._step = Step(self, number)
             if is_checked(number) and not progress.node.is_behind(progress.position):
-                found, self._step.state_tag = self._compared(number)
+                found, self._step.state_tag = self._digest_state(number)
                 self._emit_unchanged(number, found)
                 progress.node.note_large(large_sizes(state))
             self._step.begin_code_span()
             try:
                 yield self._step
             except GeneratorExit:  # user code has left the loop
-                _, progress.end_tag = self._compared(number + 1)
+                _, progress.end_tag = self._digest_state(number + 1)
                 raise
             self._step.end()
             number += 1
@@ -116,12 +116,12 @@ class Steps:
                 f"the state copied here, or resumed from, is of step {number}, and run.steps(passes=...) ends before: "
                 f"give all workers the same passes, a resumed run more, or begin it anew with --fresh"
             )
-        _, progress.end_tag = self._compared(number)
+        _, progress.end_tag = self._digest_state(number)
         trace.end_step()
         if watch is not None:
             watch.at_last_boundary(number, state)
 
-    def _compared(self, number: int) -> tuple[dict[str, bytes], bytes]:
+    def _digest_state(self, number: int) -> tuple[dict[str, bytes], bytes]:
         """Returns the digests of the state before a step, and a digest of all for a tag: workers compare their tags."""
         progress = self.run.progress
         mark = progress.node.trace.begin()
