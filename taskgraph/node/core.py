@@ -303,6 +303,7 @@ class NodeCore:
         if self._failure is not None and not self._failure.done():
             self._why_left, self._ran_code = ended_itself_text(error), ran
             self._failure.set_exception(error)
+            self._failure.exception()  # so that asyncio does not log it if the node is ending for another reason
 
     def gone_record(self) -> GoneRecord:
         """Returns the record of this node's end for etcd."""

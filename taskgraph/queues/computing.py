@@ -126,9 +126,13 @@ class MapComputation:
                     return
         except (asyncio.CancelledError, AttemptEnded):  # the epoch begins again, and may use the results
             call.cancel()
-            while not call.done():
-                with contextlib.suppress(asyncio.CancelledError):  # a second cancellation changes nothing
-                    await asyncio.wait([call])
+            try:
+                while not call.done():
+                    with contextlib.suppress(asyncio.CancelledError):  # a second cancellation changes nothing
+                        await asyncio.wait([call])
+            except GeneratorExit:  # both took too long to end, and this coroutine is abandoned first
+                self._leave_call(call)
+                raise
             call.result()
             raise
         except BaseException:
