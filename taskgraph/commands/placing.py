@@ -118,17 +118,17 @@ class LauncherOfJob:
 
 
 def place_of(options: argparse.Namespace) -> LauncherOfJob:
-    """Finds the launcher of a job: by --on, or as this host remembers it.
+    """Finds the launcher of a job: by --on, or as this host remembers it; "local" for one that `run` started here.
 
     Raises:
-        UnknownJob: the job was not submitted with `--on` on this host, and no --on is given.
+        UnknownJob: this host has started no node of the job, and no --on is given.
     """
     job = options.job
     if job is None:
         known = placed_names()
-        here = [entry.name for entry in Runtime().jobs() if entry.name in known]
+        here = [entry.name for entry in Runtime().jobs()]
         if len(here) != 1 and len(known) != 1:
-            raise JobError(f"name the job: {', '.join(here or known) or 'none was submitted with --on on this host'}")
+            raise JobError(f"name the job: {', '.join(here or known) or 'this host has started none'}")
         job = here[0] if len(here) == 1 else known[0]
     placed = find_placed(job)
     if options.on is not None:
@@ -136,11 +136,8 @@ def place_of(options: argparse.Namespace) -> LauncherOfJob:
         remembered = placed.where if placed is not None and placed.on == options.on else {}
         return LauncherOfJob(job, options.on, launcher, {**remembered, **launcher.place(options)})
     if placed is None:
-        if (logs := Runtime().left_logs(job) or Runtime().kept_logs(job)).is_dir():
-            raise UnknownJob(
-                f"job {job!r} was not submitted with `--on` on this host: the logs of its nodes are in {logs}. "
-                f"`taskgraph launch {job}` adds nodes, `taskgraph drain {job} --node NAME` ends one"
-            )
+        if (Runtime().left_logs(job) or Runtime().kept_logs(job)).is_dir():
+            return LauncherOfJob(job, "local", find_launcher("local"), {})
         known_text = ", ".join(placed_names())
         others = f" (there are: {known_text})" if known_text else ""
         raise UnknownJob(
