@@ -126,7 +126,11 @@ async def _launch(options: argparse.Namespace) -> int:
             run=reached.spec.run,
         )
         follower = Collector(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
-        await follower.keeper.load_persistently()
+        async with alongside(follower.keeper.load_persistently(), wait_until_launcher_gone(reached.entry)) as waits:
+            await any_done(*waits)
+            if not waits[0].done():
+                raise _launcher_ended_error(reached)
+            await waits[0]
         if (found := follower.view.status) is not None and not follower.view.has_work:
             return await _print_ended(reached, found.record)
         reached.spec.check_protocol()  # the job would refuse each of its nodes
@@ -135,27 +139,29 @@ async def _launch(options: argparse.Namespace) -> int:
         bound_stderr_waits()
         shown = JobProgress(reached.name, reached.spec.own_tasks, reached.spec.epochs, reached.spec.backups)
         shown.set_view(follower.view)
-        await follower.start(shown.event)
+        leave = asyncio.Event()
 
         def on_start(nodes: LocalNodes) -> None:
             if options.logs:
                 shown.follow_logs(nodes)
 
-        leave = asyncio.Event()
-        launching = launch_nodes(
-            entry,
-            reached.coordinator,
-            follower,
-            reached.spec,
-            options.nodes,
-            listening,
-            on_start,
-            leave,
-            etcd_ends=reached.entry.embedded,
-            replace=options.replace,
-        )
+        async def launching() -> tuple[StatusRecord, JobResult | None]:
+            await follower.start(shown.event)
+            return await launch_nodes(
+                entry,
+                reached.coordinator,
+                follower,
+                reached.spec,
+                options.nodes,
+                listening,
+                on_start,
+                leave,
+                etcd_ends=reached.entry.embedded,
+                replace=options.replace,
+            )
+
         try:
-            async with shown, alongside(launching, wait_until_launcher_gone(reached.entry)) as (work, gone):
+            async with shown, alongside(launching(), wait_until_launcher_gone(reached.entry)) as (work, gone):
                 _on_signals(work, leave, follower, reached.spec.setting("drain_s"))
                 await any_done(work, gone)
                 if not work.done():  # the work may still read how the job ended

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import DRIVER, Cli, Command, Done, printed, shell, sums
-from processes_kit import LIMIT_S, gone
+from processes_kit import LIMIT_S, becomes, gone, stopped
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
@@ -332,3 +332,23 @@ async def test_ctrl_c_of_launch_ends_its_nodes_but_not_the_job(embedded_etcd: Em
     assert json.loads(done.out.splitlines()[-1])["values"]["0"] == sums()
     assert os.listdir(cli.root / "run" / "taskgraph" / "jobs") == []
     await cli.nothing_left()
+
+
+async def test_launch_ends_with_a_run_that_ends_as_it_begins(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "1")
+    launch = await cli.start("launch", "sums")
+
+    def sockets() -> int:
+        found = 0
+        for fd in Path(f"/proc/{launch.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # descriptors come and go
+                found += os.readlink(fd).startswith("socket:")
+        return found
+
+    await becomes(lambda: sockets() >= 4)
+    await asyncio.sleep(0.04)  # it asks the run's etcd for the job now
+    with stopped(launch.process.pid):
+        run.interrupt()
+        assert (await run.done()).code == 130
+    done = await launch.done()
+    assert done.code == 3 and "job 'sums' has ended" in done.err, done
