@@ -99,12 +99,15 @@ async def checkpointed(cluster: InProcessCluster, epoch: int) -> None:
 
 
 def patient(epoch: int, at: int) -> Any:
-    """The epoch does not finish before the checkpoint `at` is complete."""
+    """The epoch does not finish before the checkpoint `at` is complete, with the manifest that a resumed job reads."""
 
     def make(cluster: InProcessCluster, node: str) -> Point:
         async def point(stage: str, task: int, now: int) -> None:
             if (stage, now) == ("done", epoch):
                 await checkpointed(cluster, at)
+                async with asyncio.timeout(20):
+                    while not any(event.kind == "checkpoint" and event.epoch == at for event in cluster.events):
+                        await asyncio.sleep(0.001)
 
         return point
 
