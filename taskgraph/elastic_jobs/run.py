@@ -114,6 +114,8 @@ class Run:
         """
         if self._turns is None:
             self._check_no_loop_begun("run.group()")
+            if self.progress.watch is not None:
+                self.progress.watch.on_group()
             self._turns = GroupTurns(self)
         return self._turns.begin_turn()
 

@@ -35,9 +35,12 @@ FEW_STEPS: Final = 3
 _EARLY: Final = 9
 """Before this many steps and the next one the state is compared, so it is known which of them changed it."""
 UNCHANGED: Final = (
-    f"the first {FEW_STEPS} steps changed nothing in run.state: call optimizer.step() after `for part in step`, "
-    f"without zero_grad() in between"
+    f"the first {FEW_STEPS} steps changed nothing in run.state: call optimizer.step() in each step, after "
+    f"`for part in step`, without zero_grad() in between; in place of gradients of several steps, give run.steps a "
+    f"larger batch, in more parts"
 )
+_ALONE = 10
+"""The most steps without any total before the first one that has a total."""
 _NOW_AND_THEN: Final = (
     "some of the first steps changed nothing in run.state, and their gradients are gone: call optimizer.step() in "
     "every step; in place of gradients of several steps, give run.steps a larger batch, in more parts"
@@ -92,6 +95,7 @@ class Steps:
         check_parameters(state)
         progress.steps_arguments = self.feed.arguments
         number, watch, trace, copied = 0, progress.watch, progress.node.trace, progress.begin(state)
+        first = progress.position
         if copied is not None:
             number = copied
             if watch is not None:
@@ -111,6 +115,11 @@ class Steps:
                 raise
             self._step.end()
             number += 1
+            if copied is None and progress.position == first and (number == _ALONE or not self.feed.has_step(number)):
+                raise StepError(
+                    f"{_steps_text(number)} no `for part in step:`, nor any run.map or run.once, so each worker "
+                    f"computes all of it: let parts compute and add up (part.backward, part.add)"
+                )
         if copied is not None and self._step is None:
             raise StepError(
                 f"the state copied here, or resumed from, is of step {number}, and run.steps(passes=...) ends before: "
@@ -363,6 +372,10 @@ class Step:
         if progress.watch is not None:
             progress.watch.on_report(progress.position, self.number, given)
         progress.node.report(progress.position, self.number, given)
+
+
+def _steps_text(steps: int) -> str:
+    return "the only step had" if steps == 1 else f"the first {steps} steps had"
 
 
 def _nonfinite(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -26,6 +26,9 @@ class Watch(Protocol):
     def at_last_boundary(self, step: int, state: Any) -> None:
         """Called when user code has taken all its steps, `step` of them, without `break`."""
 
+    def on_group(self) -> None:
+        """Called before the first turn of a group (`run.group`)."""
+
     def trials(self, round_id: RoundId, part: Part, feed: RunRows) -> Iterator[Part]:
         """Yields parts that user code computes before this part, and whose sums are dropped."""
 

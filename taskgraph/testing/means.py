@@ -35,8 +35,11 @@ class MeansCheck:
         self._uneven = False
 
     def trials(self, round_id: RoundId, part: Part, feed: RunRows) -> Iterator[Part]:
-        """Yields the joined part of this part and the one before, in the first step, for every second part."""
-        if round_id.step > 0 or self._last is None or part.number % 2 == 0:
+        """Yields the joined part of this part and the one before, in the first step, for every second part.
+
+        None in further rounds, in which parts may use what an earlier round collected, by their numbers.
+        """
+        if round_id.step > 0 or round_id.round > 1 or self._last is None or part.number % 2 == 0:
             return
         self._uneven = feed.is_uneven
         yield part.joined(self._last[0])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import CodeType
 
 from taskgraph.elastic_jobs.run import Run
-from taskgraph.errors import JobError, StepError
+from taskgraph.errors import JobError, JobFailed
 from taskgraph.jobs import Job
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.results import JobResult
@@ -76,7 +76,7 @@ class WorkersRun(LimitedRun):
         scene = self._new_scene(self._kills, churn=True)
         result = await self._run(self._job, nodes, scene, functools.partial(Comparer, record))
         if scene.differing:  # in calls of the run: of states, parts and totals the comparer says more
-            raise StepError(f"{scene.differing[0]}\n{DECIDE}")
+            raise JobFailed(f"{scene.differing[0]}\n{DECIDE}", job=self._job.name)
         return result
 
     def _new_scene(self, kills: dict[tuple[int, int], str], *, churn: bool) -> Scene:

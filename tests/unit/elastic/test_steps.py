@@ -223,6 +223,19 @@ def silent_part(run: Any) -> None:
             pass
 
 
+@fails(StepError, "the first 10 steps had no `for part in step:`, nor any run.map or run.once")
+def no_part_loop(run: Any) -> None:
+    s = run.state(at=0)
+    for step in run.steps(rows=80, batch=8, parts=4, passes=2):
+        s.at = step.number
+
+
+@fails(StepError, "the only step had no `for part in step:`")
+def no_part_loop_in_one_step(run: Any) -> None:
+    for _ in run.steps(rows=8, batch=8, parts=4, passes=1):
+        pass
+
+
 @fails(StepError, "step 0 was left before its total was there")
 def left_by_break(run: Any) -> None:
     for step in small(run):
