@@ -32,6 +32,8 @@ def plain_numbers(numbers: Mapping[str, Any], place: Callable[[], str]) -> dict[
         try:
             if isinstance(number, _NO_NUMBERS):
                 raise TypeError
+            if callable(detach := getattr(number, "detach", None)):  # PyTorch warns of a number that needs a gradient
+                number = detach()
             plain[name] = float(number)
         except OverflowError:
             raise JobError(f"{place()}: report({name}=...): the number is too large for a float") from None

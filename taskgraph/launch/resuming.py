@@ -113,8 +113,8 @@ def _check_options(spec: JobSpec, resume: Resume, fresh: bool) -> None:
         raise JobError("resume and fresh: either the one or the other")
     if resume and spec.checkpoint is None:
         raise JobError(
-            f"resume: job {spec.name!r} keeps no checkpoints: give it Job(checkpoint='file:///...'), or run it "
-            f"from its beginning"
+            f"resume: job {spec.name!r} keeps no checkpoints: give it "
+            f"{'@tg.elastic' if spec.elastic else 'Job'}(checkpoint='file:///...'), or run it from its beginning"
         )
 
 

@@ -150,13 +150,14 @@ def reason_lines(reason: str) -> list[str]:
 
 def _step(picture: StatusData) -> list[str]:
     """Returns which step the workers of an elastic job are at, or from where the next ones go on."""
-    said = [s.stamp[1] for s in picture.statuses.values() if isinstance(s, NodeStatus) and s.stamp is not None]
-    if said:
-        return [f" step {max(said)}"]
+    statuses = [s for s in picture.statuses.values() if isinstance(s, NodeStatus)]
+    if steps := [s.stamp[1] for s in statuses if s.stamp is not None]:
+        return [f" step {max(steps)}"]
     checkpoint = picture.view.checkpoint
     if checkpoint is not None:
         return [f" checkpoint of sum {checkpoint.record.epoch}"]
-    return [" no step yet"] if picture.view.running else []
+    known = statuses or not picture.statuses  # perhaps no worker answers, for want of the token
+    return [" no step yet"] if known and picture.view.running else []
 
 
 def _running_since(picture: StatusData) -> str:
