@@ -106,7 +106,7 @@ def patient(epoch: int, at: int) -> Any:
             if (stage, now) == ("done", epoch):
                 await checkpointed(cluster, at)
                 async with asyncio.timeout(20):
-                    while not any(event.kind == "checkpoint" and event.epoch == at for event in cluster.events):
+                    while not any(e.kind == "checkpoint" and e.epoch == at for e in cluster.events):  # noqa: ASYNC110
                         await asyncio.sleep(0.001)
 
         return point
