@@ -24,7 +24,7 @@ from taskgraph.graph.sums import Sums, encode_sums
 from taskgraph.protocol.elastic import actions
 from taskgraph.protocol.elastic.views import View
 from taskgraph.protocol.elastic.worker import Phase, Worker
-from taskgraph.protocol.messages import Call, FirstPart, GroupKey, HoldsTotals, Totals, WorkerReport
+from taskgraph.protocol.messages import Call, ComparedPart, GroupKey, HoldsTotals, Totals, WorkerReport
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Engine:
         totals: the totals that are kept.
         user_position: the number of totals that user code has got.
         none_whole_in: the number of the last view of which no worker is whole; -1: none.
-        first_part_due: this worker has entered, and its first part is to be checked.
+        compared_part_due: the next part of this worker is to be compared: it has entered, or has had some sums.
         behind: workers of the view that lack totals which this worker, their donor, does not keep any longer.
         heard: called after each message and view.
         queues: returns how far the pieces are that are dealt, for the node's status.
@@ -97,7 +97,7 @@ class Engine:
         self._inbox = Inbox(core, self.contributions, together, self._hold_total)
         self.none_whole_in = -1
         self.behind: frozenset[str] = frozenset()
-        self.first_part_due = False
+        self.compared_part_due = False
         self.user_position = 0
         self.heard: Callable[[], None] = _hear_nothing
         self.queues: Callable[[], tuple[QueueStatus, ...]] = tuple
@@ -123,7 +123,7 @@ class Engine:
         """Asks on behalf of user code, which is at this position: for some of its parts, or for its total.
 
         The future `answer` gets a list of parts; or a `TotalAndParts`, whose total may not be added up yet; or a
-        newcomer's first part, to check.
+        part of another worker, to compare.
         """
         self._reach(position, parts, tag)
         self._asked = position, tag, answer
@@ -146,14 +146,14 @@ class Engine:
         self.core.note_computed(position, finished.sums, large=self.contributions.are_large(finished.sums.values()))
         self._carry_out()
 
-    def send_first_part(self, position: int, tag: bytes, part: int, digest: bytes) -> None:
-        """Sends the digest of this newcomer's first part to the most senior worker."""
+    def send_compared_part(self, position: int, tag: bytes, part: int, digest: bytes) -> None:
+        """Sends the digest of a part of this worker to the most senior one, which computes that part, too."""
         core = self.core
-        self.first_part_due = False
+        self.compared_part_due = False
         if core.view is None or core.view.workers[0] == self._node.id:
             return
         if core.phase == Phase.WORKING and position == core.position:
-            message = FirstPart(core.view.number, position, tag, part, digest)
+            message = ComparedPart(core.view.number, position, tag, part, digest)
             self._outboxes.to(core.view.workers[0]).put(core.view.number, message)
 
     def note_return(self, positions: int) -> None:
@@ -221,8 +221,8 @@ class Engine:
         position, tag, answer = self._asked
         if position == self.core.position and (dealt := self.core.take_parts()):
             answer.set_result(dealt)
-        elif (first := self._inbox.take_first_part(position, tag)) is not None:
-            answer.set_result(first)
+        elif (compared := self._inbox.take_compared_part(position, tag)) is not None:
+            answer.set_result(compared)
         elif position < self.core.position:
             ahead = self.core.give_parts_ahead() if position + 1 == self.core.position else (0, ())
             answer.set_result(TotalAndParts(self.totals[position], *ahead))

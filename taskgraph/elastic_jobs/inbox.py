@@ -17,7 +17,7 @@ from taskgraph.protocol.elastic.views import View, ViewEntry
 from taskgraph.protocol.elastic.worker import Phase, Worker
 from taskgraph.protocol.messages import (
     Call,
-    FirstPart,
+    ComparedPart,
     GroupKey,
     HoldsTotals,
     PartSums,
@@ -51,7 +51,7 @@ class Inbox:
         self._together = together
         self._hold = hold
         self._early: list[tuple[str, Call]] = []  # messages of a view that this worker has not read
-        self._first_parts: dict[int, tuple[str, FirstPart]] = {}  # by position: a newcomer, its message
+        self._compared_parts: dict[int, tuple[str, ComparedPart]] = {}  # by position: a worker, its message
 
     def receive(self, worker: str, message: Call) -> None:
         """Takes a message; one that is too early is kept until `take_early`."""
@@ -64,10 +64,11 @@ class Inbox:
         self._early += [(worker, message) for worker, message in early if not self._take(worker, message)]
         return len(self._early) < len(early)
 
-    def take_first_part(self, position: int, tag: bytes) -> tuple[str, FirstPart] | None:
-        """Removes and returns a newcomer and its first part, of this position; None: none came, or it is of another
-        call (`tag`)."""
-        found = self._first_parts.pop(position, None)
+    def take_compared_part(self, position: int, tag: bytes) -> tuple[str, ComparedPart] | None:
+        """Removes and returns a worker and its message about a part of this position; None: none came, or it is of
+        another call (`tag`).
+        """
+        found = self._compared_parts.pop(position, None)
         return found if found is not None and found[1].tag == tag else None
 
     def _take(self, worker: str, message: Call) -> bool:
@@ -88,10 +89,10 @@ class Inbox:
                 return self._take_totals(message)
             case HoldsTotals():
                 return core.receive_holds_totals(worker, message.view, message.position)
-            case FirstPart():
+            case ComparedPart():
                 if message.view > core.number:
                     return False
-                self._first_parts[message.position] = worker, message
+                self._compared_parts[message.position] = worker, message
             case GroupKey():
                 if self._together is not None and message.view >= core.number:
                     return self._together.put_key(message.view, message.key, message.content)

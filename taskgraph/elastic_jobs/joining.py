@@ -115,7 +115,7 @@ class Joining:
         if job.workers is None or View.of(job.workers.record) != view or not job.running:
             return False
         self._entering = proposed.number
-        self._engine.first_part_due = True
+        self._engine.compared_part_due = True
         self._engine.core.note_entry(proposed.number)
         txn = transactions.propose(job, proposed, node=node.id, node_revision=node.node_revision, writer=writer)
         revision = await node.put_view(txn, writer)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from taskgraph.errors import PeerGone, Refused, TransportError
 from taskgraph.protocol.messages import (
     Call,
+    ComparedPart,
     Encoded,
-    FirstPart,
     GroupKey,
     HoldsTotals,
     PartSums,
@@ -43,7 +43,7 @@ _NAMES: Final = {
     HoldsTotals: "holds totals",
     WorkerReport: "report",
     Totals: "totals",
-    FirstPart: "digest of a part",
+    ComparedPart: "digest of a part",
     GroupKey: "address",
 }
 

@@ -11,10 +11,10 @@ from taskgraph.graph.sums import encode_sums
 from taskgraph.protocol.messages import (
     Accepted,
     Call,
+    ComparedPart,
     CopyState,
     DescribeState,
     DescribeValue,
-    FirstPart,
     FollowTotals,
     GroupKey,
     HoldsTotals,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["WorkerServing"]
 
 _IN_STEPS: Final = (PartSums, SliceSum, HoldsTotals, GroupKey)
-_TO_ENGINE: Final = (*_IN_STEPS, FirstPart, WorkerReport, Totals)
+_TO_ENGINE: Final = (*_IN_STEPS, ComparedPart, WorkerReport, Totals)
 
 
 class WorkerServing:

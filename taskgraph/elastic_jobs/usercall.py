@@ -21,7 +21,7 @@ from taskgraph.errors import JobError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.sums import Sums
 from taskgraph.options import ARGPARSE
-from taskgraph.protocol.messages import Encoded, FirstPart, StateCopy, StateDigests
+from taskgraph.protocol.messages import ComparedPart, Encoded, StateCopy, StateDigests
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
@@ -37,8 +37,10 @@ _HAND_OVER_S: Final = 0.02
 """Finished spans are sent after so long, though the worker has more parts to compute: its death would cost them."""
 
 
-_Checked = tuple[str, FirstPart]
-"""A newcomer, and the message about its first part, which this worker computes, too."""
+_COMPARED_AFTER: Final = 9
+"""Sums after which a part of the second most senior worker is compared: by then it may have kept what it read."""
+_Checked = tuple[str, ComparedPart]
+"""A worker, and the message about a part of it, which this worker computes, too."""
 
 
 _Awaited = asyncio.Future[StateCopy | None]
@@ -69,7 +71,8 @@ class UserCall:
         self._unstable: list[tuple[StateCopy, _Awaited]] = []  # copies that wait for the totals before them
         self._dealt: list[int] = []  # parts that user code has got and not begun; used in its thread
         self._ahead: tuple[int, int, tuple[int, ...]] = (-1, 0, ())  # position, the number of its parts, parts
-        self._checking: _Checked | None = None  # the part at work is that of a newcomer
+        self._checking: _Checked | None = None  # the part at work is one that another worker has computed
+        self._compared_in = _COMPARED_AFTER  # sums from now on; below 1: a part was compared, or none is to be
         self._merging: Merging | None = None  # of the parts that it has got last
         self._handed_at = 0.0
         self._stopped = False
@@ -150,11 +153,12 @@ class UserCall:
         threads, trace, finished = self._node.threads, self._node.trace, None
         mark = trace.begin() if done is not None else None
         if done is not None and self._checking is not None:
-            self._check_first_part(*self._checking, done[1])
+            self._check_part(*self._checking, done[1])
         elif done is not None:
             assert self._merging is not None
-            if self._engine.first_part_due and repeatable:
-                threads.post(self._engine.send_first_part, position, tag, done[0], chain_digest(b"", done[1]))
+            if self._engine.compared_part_due and repeatable:
+                self._compared_in = 0
+                threads.post(self._engine.send_compared_part, position, tag, done[0], chain_digest(b"", done[1]))
             self._merging.add(*done)
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
                 finished = self._merging.take(self._engine.contributions.encode_ahead)
@@ -171,6 +175,9 @@ class UserCall:
                 mark = trace.begin()
                 total = found.total.sums()
                 self._ahead = position + 1, found.of, found.ahead
+                self._compared_in -= repeatable
+                if self._compared_in == 0 and self._is_second:
+                    self._engine.compared_part_due = True
                 trace.keep(mark, "total", "adds up the total", size_bytes=total.nbytes)
                 return total
             if isinstance(found, tuple):
@@ -178,6 +185,12 @@ class UserCall:
                 return found[1].part
             return self._first_of(found, parts)
         return self._dealt.pop(0)
+
+    @property
+    def _is_second(self) -> bool:
+        """True if this is the second most senior worker."""
+        view = self._engine.core.view
+        return view is not None and view.workers[1:2] == (self._node.id,)
 
     def _first_of(self, dealt: Sequence[int], of: int) -> int:
         """Keeps the parts that user code was dealt, and returns the first; later calls of `ask` return the others."""
@@ -190,12 +203,11 @@ class UserCall:
         """True if user code at this position is behind its worker, which holds the position's total already."""
         return position < self._engine.core.position
 
-    def _check_first_part(self, newcomer: str, first: FirstPart, sums: Sums) -> None:
-        """Compares a newcomer's first part, which this worker has computed, too, with its digest; emits `differs`."""
+    def _check_part(self, worker: str, other: ComparedPart, sums: Sums) -> None:
+        """Compares a part that this worker has computed, too, with the digest of another one; emits `differs`."""
         self._checking = None
-        if chain_digest(b"", sums) != first.digest:
-            name = name_of(newcomer)
-            where = f"the first part of {name}, in {self._asked[1]},"
+        if chain_digest(b"", sums) != other.digest:
+            where = f"a part of {name_of(worker)}, in {self._asked[1]},"
             text = f"{where} differs from what {self.name} computes of it: something that parts read is not named in"
             self.emit("differs", f"{text} run.state, or they are not deterministic")
 

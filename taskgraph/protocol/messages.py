@@ -549,9 +549,10 @@ class SliceSum(_Message, frozen=True, tag=True):
     value: Encoded
 
 
-class FirstPart(_Message, frozen=True, tag=True):
-    """Newcomer to the most senior worker, before its first sums: the digest of what its first part contributes. The
-    receiver computes that, too, and compares, if its user code is at the same call: `tag` is that of `PartSums`."""
+class ComparedPart(_Message, frozen=True, tag=True):
+    """Newcomer, or second worker, to the most senior worker, before the sums of a round: the digest of what a part
+    contributes. The receiver computes that, too, and compares, if its user code is at the same call: `tag` is that of
+    `PartSums`."""
 
     view: int
     position: int
@@ -678,7 +679,7 @@ Call = (
     | SliceSum
     | Totals
     | HoldsTotals
-    | FirstPart
+    | ComparedPart
     | GroupKey
     | CopyState
     | FollowTotals

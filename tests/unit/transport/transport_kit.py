@@ -133,7 +133,7 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     (m.SliceSum(4, 9, encoded(b"sum of a slice", bytes(100_000))), m.Accepted(0)),
     (m.Totals(4, 8, encoded(b"totals", bytes(9))), m.Accepted(0)),
     (m.HoldsTotals(4, 9), m.Accepted(0)),
-    (m.FirstPart(4, 9, b"tag", 2, b"digest"), m.Accepted(0)),
+    (m.ComparedPart(4, 9, b"tag", 2, b"digest"), m.Accepted(0)),
     (m.GroupKey(4, "rank_1", b"address"), m.Accepted(0)),
     (m.FetchShared(m.Stamp(1, 4), 2), m.SharedState(m.Stamp(1, 4), 3, encoded(b"shared", bytes(100_000)))),
     (m.DescribeShared(m.Stamp(1, 4), 2, True), m.SharedDigests(3, (("theta", bytes(16)),))),
