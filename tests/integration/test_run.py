@@ -149,7 +149,7 @@ def test_job_without_driver_is_refused() -> None:
 
 @pytest.mark.smoke
 async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> None:
-    began, pids = asyncio.Event(), []
+    began, started, pids = asyncio.Event(), asyncio.Event(), []
 
     def on_event(event: Event) -> None:
         if event.kind == "began":
@@ -157,11 +157,13 @@ async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> No
 
     def on_start(follower: Collector, nodes: LocalNodes) -> None:
         pids.extend(nodes.pids().values())
+        started.set()
 
     job = sums(pause_at=1, gate="/nowhere")
     running = asyncio.ensure_future(tg.arun(job, nodes=2, hooks=FrontEndHooks(on_event, on_start)))
     async with asyncio.timeout(100):
         await began.wait()
+        await started.wait()  # the launcher may hear of the beginning first
     assert len(pids) == 2 and runtime.find("sums") is not None
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -46,8 +46,12 @@ def locked(monkeypatch: pytest.MonkeyPatch, soft: SoftDevice) -> Iterator[pinnin
     made = pinning._LockedMemory(64 * MIB)
     monkeypatch.setattr(pinning, "_locked", made)
     yield made
-    gc.collect()
-    until(lambda: made.nbytes == 0 and not soft.registered)
+
+    def unlocked() -> bool:
+        gc.collect()  # again, since another thread may have kept the last reference to garbage until now
+        return made.nbytes == 0 and not soft.registered
+
+    until(unlocked)
     assert not soft.misuses
 
 
