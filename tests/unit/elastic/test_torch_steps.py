@@ -220,7 +220,7 @@ def predicted(run: tg.Run) -> int:
 
 def test_strict_run_fails_if_training_changes_nothing() -> None:
     with pytest.raises(
-        JobFailed, match=r"the first 3 steps changed nothing in run\.state: call optimizer\.step\(\) after"
+        JobFailed, match=r"the first 3 steps changed nothing in run\.state: call optimizer\.step\(\) in each"
     ):
         tg.testing.run(updated_in_the_part_loop())
     tg.testing.run(updated_in_the_part_loop(), strict=False)
