@@ -149,7 +149,6 @@ class Engine:
     def send_compared_part(self, position: int, tag: bytes, part: int, digest: bytes) -> None:
         """Sends the digest of a part of this worker to the most senior one, which computes that part, too."""
         core = self.core
-        self.compared_part_due = False
         if core.view is None or core.view.workers[0] == self._node.id:
             return
         if core.phase == Phase.WORKING and position == core.position:

@@ -157,7 +157,7 @@ class UserCall:
         elif done is not None:
             assert self._merging is not None
             if self._engine.compared_part_due and repeatable:
-                self._compared_in = 0
+                self._compared_in, self._engine.compared_part_due = 0, False
                 threads.post(self._engine.send_compared_part, position, tag, done[0], chain_digest(b"", done[1]))
             self._merging.add(*done)
             if not self._dealt or threads.clock() > self._handed_at + _HAND_OVER_S:
