@@ -288,7 +288,7 @@ class Epoch(Collectives):
         self._declare(self._composing("processors are"), compute, inbound, outbound, name, parallel)
 
     def _composing(self, what: str) -> Composition:
-        """Returns the graph that `compose` builds. Raises GraphError elsewhere; `what` says what is declared."""
+        """Returns the graph that `compose` builds. Raises GraphError outside of it; `what` says what is declared."""
         composition = self._work.composing
         if composition is None:
             kept = "; this `epoch` is of a compose() that has returned: use the one that it is given each time"

@@ -316,7 +316,9 @@ def _shorten(text: str, folder: LockedFolder | None = None) -> str:
 
 
 def _with_advice(line: str, folder: LockedFolder | None) -> str:
-    """Adds advice to a line of the log that names a lack of memory or disk space; "" for any other line."""
+    """Returns a line of etcd's log with what to do, if it names a lack of memory, or of disk space for etcd's data in
+    `folder`; "" for any other line.
+    """
     if _LACK_OF_MEMORY.search(line):
         return f"{line}: {USED_UP}"
     if folder is not None and _LACK_OF_SPACE.search(line):

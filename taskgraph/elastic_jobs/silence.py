@@ -22,7 +22,7 @@ _BEATS = 10
 
 
 class Silence:
-    """Finds workers of the view that do not answer while work stands still.
+    """Finds workers of the view that do not answer this one, while no sum is completed and no view begins.
 
     Args:
         changed: called when a worker becomes silent, or answers again.

@@ -80,7 +80,7 @@ class Slices:
             self._give(at, add())
 
     async def _add_in_thread(self, at: SumTogether, add: Callable[[], tuple[Sums, Encoded]]) -> None:
-        """Adds up the slice in a thread, and gives the sum unless the view has changed meanwhile."""
+        """Adds up this worker's slice in a thread, and sends the sum to all others, unless the view has changed."""
         made = await self._node.threads.run(add)
         if at is self._at:
             self._give(at, made)

@@ -52,7 +52,7 @@ class PieceFailedTooOften(Exception):
     """A piece that failed so often that it fails the job.
 
     Attributes:
-        piece: its number in the ledger.
+        piece: its number among the pieces of `run.shards`.
         worker: the name of the worker that had it last.
         text: the traceback.
     """

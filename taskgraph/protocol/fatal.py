@@ -25,7 +25,7 @@ class DeadlyCode:
     deaths: dict[str, GoneRecord]
 
     def includes(self, ran: RunningCode) -> bool:
-        """True if `ran` is code of this task in this epoch, or in a replica of the task that was never primary."""
+        """True if `ran` is code of this task: in this epoch, or on a node that was not its primary yet (epoch -1)."""
         return ran.task == self.task and ran.epoch in (self.epoch, -1)
 
 

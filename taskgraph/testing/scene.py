@@ -83,10 +83,11 @@ class Scene:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def begin_step(self, worker: str, step: int, endless: bool) -> None:
-        """Called before a worker's step: may start a newcomer, delay the step, or kill the worker at "begin".
+        """Called before a worker's step: starts a newcomer if one is due, delays the step, kills the worker if the test
+        has a kill at the stage "begin".
 
         Args:
-            endless: the run has no last step.
+            endless: the run has no last step: a test fails after too many.
         """
         assert self._cluster is not None
         if endless:

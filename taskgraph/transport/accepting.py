@@ -31,8 +31,8 @@ class TlsListener:
         listener: the listening socket; this object closes it.
         make_session: makes the protocol of a connection after its handshake.
         handshake_s: the time limit of a handshake.
-        limit: the most handshakes at a time. Beyond it the oldest is cancelled: an honest one takes milliseconds.
-        on_refused: called with (where, why) of a failed connection.
+        limit: the most handshakes at a time. One more cancels the oldest: that of a true peer takes milliseconds.
+        on_refused: called with (the other end's address, why) of a failed connection.
     """
 
     def __init__(

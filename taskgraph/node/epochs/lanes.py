@@ -514,11 +514,11 @@ class EpochLanes:
         return self._primary.backups.is_acknowledged((epoch, attempt, self._term))
 
     async def _begin_checkpoint(self, stamp: Stamp, previous: Mapping[str, float]) -> None:
-        """Queues the committed boundary for writing, if a checkpoint is due, once the queue has room. Task 0 first
-        waits for all tasks' reports of the epoch before, since its file has all reports.
+        """Waits until the queue of the checkpoint writer has room, and queues the boundary of `stamp`, if a checkpoint
+        is due there. Task 0 first waits for all tasks' reports of the epoch before `stamp`: its file has all reports.
 
         Args:
-            previous: what this task reported in that epoch; only task 0's is used.
+            previous: what this task reported in the epoch before; only task 0's is used.
         """
         primary, replica = self._primary, self._replica
         committed = replica.boundaries.committed
