@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 
 from taskgraph.coordination.api import WAITED_OUT, Coordinator, DataLost, WatchCompacted
-from taskgraph.protocol.view import JobView, StaleListing
+from taskgraph.protocol.view import JobView, WritesLost
 
 __all__ = ["ViewKeeper"]
 
@@ -95,7 +95,7 @@ class ViewKeeper:
         if listing.revision >= self.view.revision:
             try:
                 self.view.reset(listing.revision, listing.items)
-            except StaleListing as why:
+            except WritesLost as why:
                 raise DataLost(str(why)) from None
             self.notify()
         now = self._coordinator.now()

@@ -43,7 +43,7 @@ class Leaving:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Lines for `status`: what a draining worker waits for before it leaves; (): it can leave, or does not drain."""
+        """Lines for `status`: what a draining worker waits for until it leaves; (): it can leave, or does not drain."""
         node = self._node
         if not node.draining or self.over or node.id in leavers(node.keeper.view, node.suspects | node.gone):
             return ()

@@ -69,10 +69,10 @@ class Modules:
                         now.copy_(before)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Returns buffer -> how a part has changed it, and sets buffers and modes back to what they were before.
+        """Returns buffer -> how a part has changed it (unchanged only with `zeros`), and puts buffers and modes back.
 
         Raises:
-            StepError: a buffer has another shape than before, or is no number.
+            StepError: a part changed the shape or dtype of a buffer, or one whose values cannot be summed.
         """
         self._put_modes_back()
         changes: dict[str, torch.Tensor] = {}

@@ -49,7 +49,7 @@ def worker_of(holder: str) -> str:
 
 
 class PieceFailedTooOften(Exception):
-    """A piece that failed so often that it fails the job.
+    """Raised on every worker when a piece has failed as often as it may, so that the job fails.
 
     Attributes:
         piece: its number among the pieces of `run.shards`.

@@ -306,8 +306,9 @@ def _is_unregistered(node: str, view: JobView) -> bool:
     return node not in view.nodes
 
 
-def _is_replaced(task: int, known: int, view: JobView) -> bool:
-    return _revision(view, task) != known
+def _is_replaced(task: int, revision: int, view: JobView) -> bool:
+    """True if the task's primary is not the one of this revision in etcd, or there is none: calls to it are over."""
+    return _revision(view, task) != revision
 
 
 def _revision(view: JobView, task: int) -> int:

@@ -32,13 +32,13 @@ from taskgraph.protocol.records import (
     WorkersRecord,
 )
 
-__all__ = ["JobView", "StaleListing", "Versioned", "decode_key", "holds"]
+__all__ = ["JobView", "Versioned", "WritesLost", "decode_key", "holds"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
 
-class StaleListing(Exception):
+class WritesLost(Exception):
     """etcd has lost data: a listing of its keys is older than the view. The text says what was lost."""
 
 
@@ -92,14 +92,14 @@ class JobView:
         """Replaces the view by a listing of all keys of the job at `revision`. After an error the view is unchanged.
 
         Raises:
-            StaleListing: the listing is older than this view.
+            WritesLost: the listing has an earlier run, stamp or term than this view.
             DecodeError: a key cannot be read, or is missing; see `apply`.
         """
         listed = JobView(self.keys.job)
         for kv in items:
             listed._put(kv)
         if why := self._describe_loss(listed):
-            raise StaleListing(why)
+            raise WritesLost(why)
         if self._is_another_run(listed.spec_revision):
             self._supersede(revision)
             return

@@ -99,10 +99,10 @@ class MapComputation:
         while self._work.late_calls and self.share.last is None:
             await self._wait_idle()
         if self.share.last is None:
-            await self._run_watched(partial(_compute_async if it.value_is_async else _compute, self, outs))
+            await self._run_or_leave(partial(_compute_async if it.value_is_async else _compute, self, outs))
             if not self.left:
                 return
-        await self._run_watched(partial(_send_and_put_async if it.value_is_async else _send_and_put, self, outs))
+        await self._run_or_leave(partial(_send_and_put_async if it.value_is_async else _send_and_put, self, outs))
         self.share.results.clear()  # the late call refers to this
 
     async def _wait_idle(self) -> None:
@@ -113,8 +113,8 @@ class MapComputation:
         if asked.done():
             self.take_answer(decode(asked.result()))
 
-    async def _run_watched(self, function: Callable[[], Any]) -> None:
-        """Runs `function`, which calls user code, until it returns, or until the epoch goes on without it."""
+    async def _run_or_leave(self, function: Callable[[], Any]) -> None:
+        """Runs `function`, which calls user code, until it returns; leaves it running (`left`) if all pieces end."""
         call = self._work.run_beside(call_name(self.epoch._where, self.epoch.number), function)
         try:
             seen: PieceToCompute | None = None

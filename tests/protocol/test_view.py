@@ -20,7 +20,7 @@ from taskgraph.protocol.records import (
     RunningCode,
     StatusRecord,
 )
-from taskgraph.protocol.view import JobView, StaleListing
+from taskgraph.protocol.view import JobView, WritesLost
 
 
 def busy_world() -> World:
@@ -260,7 +260,7 @@ def test_lost_data_of_the_store_is_noticed(since: Callable[[World], object], say
     view = world.view()
     known = facts(view)
     for _ in range(2):
-        with pytest.raises(StaleListing) as lost:
+        with pytest.raises(WritesLost) as lost:
             view.reset(1000, snapshot)
         assert str(lost.value) == says and facts(view) == known, "what is known stays"
 

@@ -204,7 +204,7 @@ class Attempt:
             if injects:
                 await primary.node.point("sync", self.task, self.number)
             if state is not None:
-                primary.unsaved.emit_if_state_changed(state, self.number)
+                primary.unsaved.emit_if_state_changed_early(state, self.number)
             for processor in graph.sync_points:
                 await self._run_processor(processor)
             if activity.busy or activity.open_holds:

@@ -97,7 +97,7 @@ class UnsavedStateCheck:
             self._emit_changed(names, epoch)
 
     def capture_state(self) -> dict[str, _Check] | None:
-        """Returns checks of the state as it is at an epoch's beginning, for `emit_if_state_changed`; None: no check."""
+        """Returns checks of the state at an epoch's beginning, for `emit_if_state_changed_early`; None: no check."""
         if not self._state_left:
             return None
         self._state_left -= 1
@@ -107,8 +107,8 @@ class UnsavedStateCheck:
             self._give_up(error)
             return None
 
-    def emit_if_state_changed(self, before: dict[str, _Check], epoch: int) -> None:
-        """Emits an event if state changed in an epoch before its sync points."""
+    def emit_if_state_changed_early(self, before: dict[str, _Check], epoch: int) -> None:
+        """Emits an event if declared state changed before the sync points: a restart would change it twice."""
         try:
             names = _changed_names(before, self._replica.user_task)
         except Exception as error:

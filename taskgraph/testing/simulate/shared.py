@@ -86,7 +86,7 @@ class Sharing:
             raise Violation(f"epoch {epoch} committed, in which task {self.stray[0]} has other shared state")
 
     def check_boundary(self, task: int, boundary: Boundary, where: str) -> None:
-        """Checks the shared number in the committed boundary of a replica. `where` names it in the violation."""
+        """Checks the shared number in a replica's committed boundary against the right one. `where`: for messages."""
         self.check_value(task, boundary.value, boundary.stamp.epoch, where)
         if boundary.shared is not None:
             self._check(int(decode(boundary.shared)["common"][0]), boundary.stamp.epoch, f"{where}, beside")
