@@ -242,7 +242,20 @@ def remembering(run: Any, named: bool) -> Any:
     return s.w
 
 
-@pytest.mark.parametrize(("loop", "scenario"), [(counting, (1, "+")), (remembering, (2, ""))])
+def collecting(run: Any, named: bool) -> Any:
+    """As `remembering`, with numbers that are collected in place of added."""
+    mine = 0
+    s = run.state(w=0)
+    for step in run.steps(rows=12, batch=12, parts=6, passes=30, shuffle=False):
+        for part in step:
+            part.collect(n=part.number + (s.w if named else mine))
+            mine += 1
+            pause()
+        s.w = max(step.all("n"))
+    return s.w
+
+
+@pytest.mark.parametrize(("loop", "scenario"), [(counting, (1, "+")), (remembering, (2, "")), (collecting, (2, ""))])
 @pytest.mark.parametrize("named", [True, False])
 async def test_a_part_of_a_worker_is_computed_by_the_most_senior_one_too(loop: Any, scenario: Any, named: bool) -> None:
     events: list[Event] = []

@@ -157,6 +157,18 @@ def noise_of_each_round(run: Any) -> list[list[float]]:
     return found
 
 
+def test_each_part_of_each_step_has_a_seed_of_its_own() -> None:
+    def body(run: Any) -> Any:
+        seeds = []
+        for step in run.steps(rows=4, batch=4, parts=2, passes=3):
+            for part in step:
+                part.collect(seed=part.seed, drawn=float(np.random.random()))
+            seeds += [*step.all("seed"), *step.all("drawn")]
+        return seeds
+
+    assert len({*asyncio.run(run_body(body))}) == 12
+
+
 def test_each_round_draws_other_random_numbers() -> None:
     first, second = asyncio.run(run_body(noise_of_each_round))
     assert len({*first, *second}) == 4
