@@ -21,6 +21,7 @@ from taskgraph.protocol.elastic.views import View, ViewEntry
 from taskgraph.protocol.elastic.worker import Worker
 from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord
+from taskgraph.protocol.view import JobView
 
 NONE: frozenset[str] = frozenset()
 
@@ -230,3 +231,31 @@ def test_checkpoint_of_an_earlier_view_is_refused() -> None:
     assert not world.run(txn).succeeded
     txn = transactions.point_to_checkpoint(world.view(), record, node="b", node_revision=world.revisions["b"])
     assert world.run(txn).succeeded
+
+
+def test_end_in_an_earlier_view_is_refused() -> None:
+    """Its last total may have been undone by a job that returned."""
+    world = begun("a", "b")
+    job = world.view()
+    assert put(world, View(1, 0, (ViewEntry("b", 0),)), "b")
+    txn = transactions.finish(job, sums=3, node="a", node_revision=world.revisions["a"], writer=world.writer())
+    assert not world.run(txn).succeeded
+    job = world.view()
+    txn = transactions.finish(job, sums=3, node="b", node_revision=world.revisions["b"], writer=world.writer())
+    assert world.run(txn).succeeded
+
+
+def test_return_from_an_older_checkpoint_is_refused() -> None:
+    world = begun("a", "b")
+    job = world.view()
+    record = CheckpointRecord(epoch=3, attempt=1, name="c", writer="a")
+    assert world.run(
+        transactions.point_to_checkpoint(job, record, node="a", node_revision=world.revisions["a"])
+    ).succeeded
+
+    def returns(job: JobView) -> bool:
+        view, proposer = View(2, 1, (ViewEntry("b", 0),)), ("b", world.revisions["b"])
+        return world.run(transactions.return_alone(job, view, (), proposer, sums=0, writer=world.writer())).succeeded
+
+    assert not returns(job)
+    assert returns(world.view())
