@@ -147,11 +147,20 @@ def test_newcomer_draws_the_random_numbers_of_the_others_in_its_first_step() -> 
     tg.testing.run(job_of(noise_before_the_parts))
 
 
-def noise_of_each_round(run: Any) -> list[list[float]]:
+class Numbers:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> float:
+        return float(row)
+
+
+def noise_of_each_round(run: Any, reads: bool) -> list[list[float]]:
     found = []
-    for step in run.steps(rows=4, batch=4, parts=2, passes=1):
+    for step in run.steps(Numbers(), batch=4, parts=2, passes=1):
         for _ in range(2):
             for part in step:
+                _ = part.data if reads else None
                 part.collect(noise=random.random())
             found.append(step.all("noise"))
     return found
@@ -169,6 +178,7 @@ def test_each_part_of_each_step_has_a_seed_of_its_own() -> None:
     assert len({*asyncio.run(run_body(body))}) == 12
 
 
-def test_each_round_draws_other_random_numbers() -> None:
-    first, second = asyncio.run(run_body(noise_of_each_round))
+@pytest.mark.parametrize("reads", [False, True])
+def test_each_round_draws_other_random_numbers(reads: bool) -> None:
+    first, second = asyncio.run(run_body(lambda run: noise_of_each_round(run, reads)))
     assert len({*first, *second}) == 4
