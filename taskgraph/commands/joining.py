@@ -126,11 +126,14 @@ async def _launch(options: argparse.Namespace) -> int:
             run=reached.spec.run,
         )
         follower = Collector(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
-        async with alongside(follower.keeper.load_persistently(), wait_until_launcher_gone(reached.entry)) as waits:
-            await any_done(*waits)
-            if not waits[0].done():
+        async with alongside(follower.keeper.load_persistently(), wait_until_launcher_gone(reached.entry)) as (
+            load,
+            gone,
+        ):
+            await any_done(load, gone)
+            if not load.done():
                 raise _launcher_ended_error(reached)
-            await waits[0]
+            await load
         if (found := follower.view.status) is not None and not follower.view.has_work:
             return await _print_ended(reached, found.record)
         reached.spec.check_protocol()  # the job would refuse each of its nodes

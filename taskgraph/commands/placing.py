@@ -122,14 +122,17 @@ def place_of(options: argparse.Namespace) -> LauncherOfJob:
 
     Raises:
         UnknownJob: this host has started no node of the job, and no --on is given.
+        JobError: no job is named, and there is none, or several.
     """
     job = options.job
     if job is None:
-        known = placed_names()
-        here = [entry.name for entry in Runtime().jobs()]
-        if len(here) != 1 and len(known) != 1:
-            raise JobError(f"name the job: {', '.join(here or known) or 'this host has started none'}")
-        job = here[0] if len(here) == 1 else known[0]
+        known, here = placed_names(), [entry.name for entry in Runtime().jobs()]
+        names = [name for name in here if name in known]
+        if len(names) != 1:
+            names = sorted({*here, *known})
+        if len(names) != 1:
+            raise JobError(f"name the job: {', '.join(names) or 'this host has started none'}")
+        job = names[0]
     placed = find_placed(job)
     if options.on is not None:
         launcher = find_launcher(options.on)

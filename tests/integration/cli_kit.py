@@ -209,6 +209,15 @@ class Cli:
                     found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
+    async def node_processes(self, count: int) -> list[int]:
+        """Waits until this many node processes live, and no fork server that looks as they do; returns their pids."""
+
+        def nodes() -> list[int]:
+            return [pid for pid, command in self.processes().items() if "taskgraph.node.process" in command]
+
+        await becomes(lambda: len(nodes()) == count)
+        return nodes()
+
     def files(self) -> list[str]:
         """What is left in the runtime and temporary directories, without locks and copies of finished jobs."""
         roots = (self.root / "run", self.root / "tmp")

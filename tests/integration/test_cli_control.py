@@ -334,6 +334,18 @@ async def test_ctrl_c_of_launch_ends_its_nodes_but_not_the_job(embedded_etcd: Em
     await cli.nothing_left()
 
 
+async def test_nodes_of_a_run_are_scaled_and_their_logs_shown(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "1")
+    more = await cli("scale", "2")
+    assert more.code == 0 and "job sums on local, 2 nodes: 1 more started" in more.out, more.err
+    shown = await cli("logs", "--node", "n1")
+    assert shown.code == 0 and "the job began" in shown.out, shown.err
+    run.interrupt()
+    assert (await run.done()).code == 130
+    (cli.root / "run/taskgraph/placed/sums.log").unlink()  # what the command in the background printed is kept
+    await cli.nothing_left()
+
+
 async def test_launch_ends_with_a_run_that_ends_as_it_begins(cli: Cli) -> None:
     run = await cli.paused("--nodes", "1")
     launch = await cli.start("launch", "sums")

@@ -319,7 +319,7 @@ async def test_nodes_import_what_their_launcher_does_and_not_what_lies_in_the_wo
 @pytest.mark.smoke
 async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
-    assert len([c for c in cli.processes().values() if "taskgraph.node.process" in c]) == 2
+    await cli.node_processes(2)
     run.interrupt()
     done = await run.done()
     assert done.code == 130 and "interrupted" in done.err and "Traceback" not in done.err
@@ -327,7 +327,7 @@ async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtc
     assert (await cli("status", "sums")).out == "sums  cancelled\n  interrupted\n"
 
     theirs = await cli.paused("--nodes", "1", "--etcd", embedded_etcd.endpoint, "--name", "ctrl-c")
-    (node,) = (pid for pid, command in cli.processes().items() if "taskgraph.node.process" in command)
+    (node,) = await cli.node_processes(1)
     os.kill(node, signal.SIGSTOP)  # it cannot leave by itself
     theirs.interrupt()
     assert (await theirs.done()).code == 130
@@ -369,9 +369,8 @@ async def test_a_terminal_that_is_closed_ends_the_job_in_good_order(cli: Cli) ->
 
 async def test_a_second_ctrl_c_forces(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
-    for pid, command in cli.processes().items():
-        if "taskgraph.node.process" in command:
-            os.kill(pid, signal.SIGSTOP)
+    for pid in await cli.node_processes(2):
+        os.kill(pid, signal.SIGSTOP)
     run.interrupt()
     await run.until("once more to force it")
     run.interrupt()

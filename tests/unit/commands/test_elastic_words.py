@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from signal import SIGKILL, SIGTERM
 
 import pytest
@@ -84,8 +85,8 @@ def at_step(name: str, step: int, *waits: str) -> NodeStatus:
     )
 
 
-def shown(view: JobView, *statuses: NodeStatus) -> list[str]:
-    said = {status.node: status for status in statuses}
+def shown(view: JobView, *statuses: NodeStatus, silent: Mapping[str, tg.TaskGraphError] | None = None) -> list[str]:
+    said = {status.node: status for status in statuses} | dict(silent or {})
     picture = StatusData(name="fit", tasks=1, epochs=None, backups=0, view=view, statuses=said, elastic=True)
     return status_text(picture).splitlines()
 
@@ -111,6 +112,8 @@ def test_status_before_the_first_workers() -> None:
 def test_status_without_workers_shows_where_new_ones_begin() -> None:
     assert shown(view("", checkpoint=31))[0] == "fit  running   checkpoint of sum 31"
     assert shown(view(""))[0] == "fit  running   no step yet"
+    silent = {"a-7f": tg.TransportError("it refused the token")}
+    assert shown(view("a"), silent=silent)[0] == "fit  running", "unknown, without an answer"
     assert shown(view("a", state="cancelled"))[0] == "fit  cancelled"
     assert shown(view("a", state="finished"))[0] == "fit  finished   31 sums"
 

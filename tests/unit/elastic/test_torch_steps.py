@@ -218,6 +218,21 @@ def predicted(run: tg.Run) -> int:
     return int(step["positive"])
 
 
+@tg.elastic
+def reported(run: tg.Run) -> None:
+    model = nn.Linear(3, 1)
+    run.state(model=model)
+    for step in steps(run):
+        for part in step:
+            part.add()
+        step.report(loss=model(torch.ones(1, 3)).sum())
+
+
+def test_a_number_that_needs_a_gradient_can_be_reported() -> None:
+    """PyTorch would warn, and a warning is an error here."""
+    assert all("loss" in report.numbers for report in tg.run(reported(), nodes=0).reports)
+
+
 def test_strict_run_fails_if_training_changes_nothing() -> None:
     with pytest.raises(
         JobFailed, match=r"the first 3 steps changed nothing in run\.state: call optimizer\.step\(\) in each"

@@ -294,9 +294,16 @@ async def test_resume_without_checkpoint_starts(
     assert "holds no checkpoint yet" in caplog.text
 
 
+@tg.elastic
+def nothing(run: tg.Run) -> None:
+    pass
+
+
 async def test_resume_without_place_is_error() -> None:
     with pytest.raises(tg.JobError, match="'walk' keeps no checkpoints"):
         await tg.arun(walk(None), nodes=0, resume=True)
+    with pytest.raises(tg.JobError, match=r"keeps no checkpoints: give it @tg\.elastic\(checkpoint="):
+        await tg.arun(nothing(), nodes=0, resume=True)
     with pytest.raises(tg.JobError, match="either the one or the other"):
         await tg.arun(walk(None), nodes=0, resume=True, fresh=True)
 
