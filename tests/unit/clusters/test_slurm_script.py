@@ -130,7 +130,8 @@ class Host:
 
     def command(self, name: str, script: str) -> Path:
         path = self.bin / name
-        path.write_text(f'#!/bin/bash\nprintf "%s\\n" "{name}" "$@" "" >> "{self.calls}"\n{script}\n')
+        write = f'{{ flock 9; printf "%s\\n" "{name}" "$@" ""; }} 9>>"{self.calls}" >&9'  # bash writes line by line
+        path.write_text(f"#!/bin/bash\n{write}\n{script}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return path
 
