@@ -165,6 +165,28 @@ def test_draining_worker_leaves_once_a_newcomer_is_at_work() -> None:
     assert follows(world, "a", core) == View(2, 0, (ViewEntry("b", 1),))
 
 
+def test_draining_worker_waits_anew_for_a_newcomer_that_enters_again() -> None:
+    world = begun("a")
+    core = whole(world, "a")
+
+    def enter(number: int) -> None:
+        view = View(number, 0, (ViewEntry("a", 0), ViewEntry("b", number)))
+        assert put(world, view, "a")
+        core.receive_report("b", view, FlushReport(0, False, (), ()))
+
+    enter(1)
+    core.receive_holds_totals("b", 1, 0)
+    assert core.all_whole
+    without = View(2, 0, (ViewEntry("a", 0),))
+    assert put(world, without, "a")
+    core.read_view(without)
+    enter(3)
+    world.put(world.keys.node("a"), node_record("a", draining=True).to_bytes())
+    assert follows(world, "a", core) is None, "b may not have its report of this view"
+    core.receive_holds_totals("b", 3, 0)
+    assert follows(world, "a", core) == View(4, 0, (ViewEntry("b", 3),))
+
+
 def test_newcomer_goes_on_alone_once_all_workers_are_gone() -> None:
     world = begun("a", "b")
     world.register("c")
