@@ -239,11 +239,9 @@ class ViewChanger:
 
     async def _fail_without_state(self) -> None:
         """Fails the job: no worker holds the state, and there is no checkpoint."""
-        node, job = self._node, self._node.keeper.view
-        assert job.workers is not None
+        node = self._node
         error = JobError(
             "no worker is left that holds the state, and there is no checkpoint: start more workers, so that one "
             "of them lives, or give the job a checkpoint (@tg.elastic(checkpoint='file:///...'))"
         )
-        no_checkpoint = Compare(job.keys.checkpoint, 0)  # the last worker may have written one just before its end
-        await node.fail_job(error, Compare(job.keys.workers, job.workers.mod_revision), no_checkpoint)
+        await node.fail_job(error, *transactions.compare_without_state(node.keeper.view))

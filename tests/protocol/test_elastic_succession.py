@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol_kit import RUN, World, node_record
 
+from taskgraph.protocol import transactions as of_all_jobs
 from taskgraph.protocol.elastic import transactions
 from taskgraph.protocol.elastic.actions import Contribution
 from taskgraph.protocol.elastic.flush import FlushReport
@@ -20,7 +21,7 @@ from taskgraph.protocol.elastic.succession import (
 from taskgraph.protocol.elastic.views import View, ViewEntry
 from taskgraph.protocol.elastic.worker import Worker
 from taskgraph.protocol.kv import Delete, Put, Txn
-from taskgraph.protocol.records import CheckpointRecord, GoneRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, JobStatus, StatusRecord
 from taskgraph.protocol.view import JobView
 
 NONE: frozenset[str] = frozenset()
@@ -281,3 +282,19 @@ def test_return_from_an_older_checkpoint_is_refused() -> None:
 
     assert not returns(job)
     assert returns(world.view())
+
+
+@pytest.mark.parametrize("meanwhile", ["", "a checkpoint is complete", "another worker is in a view"])
+def test_job_fails_for_want_of_a_state_only_while_there_is_none(meanwhile: str) -> None:
+    world = begun("a")
+    world.register("b")
+    job = world.view()
+    if meanwhile == "a checkpoint is complete":
+        record = CheckpointRecord(epoch=3, attempt=1, name="c", writer="a")
+        txn = transactions.point_to_checkpoint(job, record, node="a", node_revision=world.revisions["a"])
+        assert world.run(txn).succeeded
+    elif meanwhile:
+        assert put(world, View(1, 0, (ViewEntry("a", 0), ViewEntry("b", 1))), "b")
+    failed = StatusRecord(state=JobStatus.FAILED, writer=world.writer())
+    txn = of_all_jobs.fail(job, failed, transactions.compare_without_state(job))
+    assert world.run(txn).succeeded == (not meanwhile)

@@ -43,7 +43,6 @@ def test_more_seeds() -> None:
 
 FOUND = {
     115: "a newcomer that copied the state before another one returned",
-    390: "totals that a newcomer lacks are forgotten when it is in the view",
     494: "a node that begins when all workers are gone, and nothing changes any more",
     514: "nodes that are declared gone, and newcomers without a worker",
     822: "a node that dies before it registers, and that nobody reports",
@@ -51,7 +50,6 @@ FOUND = {
     2740: "totals that are too large to be kept for a newcomer, which enters at that moment",
     5247: "a worker that was asked to keep totals, and begins later than these",
     22488: "a newcomer whose user code has returned, and must begin anew since others returned",
-    11936: "a first checkpoint that is complete just before the job fails for want of one",
     8342: "a draining newcomer that is left alone",
     6693: "a draining worker that is in no view, and still writes a checkpoint",
     5501: "all workers die three times, and the job fails by name",

@@ -17,7 +17,7 @@ from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, JobStatus, StatusRecord, WorkersRecord
 from taskgraph.protocol.view import JobView
 
-__all__ = ["finish", "point_to_checkpoint", "propose", "return_alone"]
+__all__ = ["compare_without_state", "finish", "point_to_checkpoint", "propose", "return_alone"]
 
 
 def propose(job: JobView, view: View, *, node: str, node_revision: int, writer: str) -> Txn:
@@ -63,6 +63,19 @@ def return_alone(
     absent = tuple(Compare(job.keys.node(worker), 0) for worker in gone)
     checkpoint = Compare(job.keys.checkpoint, job.checkpoint.mod_revision if job.checkpoint else 0)
     return replace(txn, compares=(*txn.compares, *absent, checkpoint))
+
+
+def compare_without_state(job: JobView) -> tuple[Compare, Compare]:
+    """Returns comparisons that hold while no view follows the one of `job`, and there is no checkpoint.
+
+    The last worker of the view may have completed a checkpoint just before its end.
+
+    Raises:
+        LookupError: there is no view.
+    """
+    if job.workers is None:
+        raise LookupError("there is no view")
+    return Compare(job.keys.workers, job.workers.mod_revision), Compare(job.keys.checkpoint, 0)
 
 
 def finish(job: JobView, *, sums: int, node: str, node_revision: int, writer: str) -> Txn:
