@@ -337,6 +337,8 @@ class ControlClient:
                 await call.write(pb.TraceRequest(every=every))
             yield TraceCall(call, partial(self._require_message, "Trace"))
         except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.INTERNAL:  # gRPC loses the status of a call that ends as we write to it
+                await self.clock(_BUSY_S)  # it fails for the same reason, if the node refused the call
             raise self._to_error("Trace", error) from error
         finally:
             call.cancel()

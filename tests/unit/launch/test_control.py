@@ -11,6 +11,8 @@ import socket
 import stat
 import struct
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -148,6 +150,35 @@ async def test_wrong_token_is_refused(service: Service, token: bytes) -> None:
             async with client.trace() as tracing:
                 await tracing.next()
     assert service.node.drains == []
+
+
+async def test_trace_that_is_refused_while_it_is_sent_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listens, stop = threading.Event(), threading.Event()
+
+    class LateRequest:
+        def __init__(self, every: int) -> None: ...
+
+        def SerializeToString(self) -> bytes:
+            time.sleep(0.1)  # the service, in another thread, ends the call meanwhile
+            return b""
+
+    async def serve() -> None:
+        async with serving(tmp_path / "c"):
+            listens.set()
+            await asyncio.to_thread(stop.wait, 20)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert await asyncio.to_thread(listens.wait, 10)
+        monkeypatch.setattr(pb, "TraceRequest", LateRequest)
+        client = ControlClient(control_address(f"unix:{host_key()}:{tmp_path / 'c'}", host_key()), bytes(32))
+        with pytest.raises(TaskGraphError, match="token is missing or wrong"):
+            async with client, client.trace() as tracing:
+                await tracing.next()
+    finally:
+        stop.set()
+        thread.join()
 
 
 async def test_starting_node_says_so(tmp_path: Path) -> None:
