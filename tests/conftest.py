@@ -29,6 +29,8 @@ hypothesis.settings.load_profile("same")
 # A shell has what it starts in the background ignore Ctrl-C, and so would the commands that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+    signal.signal(signal.SIGHUP, lambda number, frame: None)  # we go on ignoring it; a handler is not passed on
 
 #: Processes that live as long as the session: its etcd's guard.
 _SESSION_PROCESSES: set[int] = set()

@@ -19,10 +19,11 @@ LIMIT_S = 240.0
 pytestmark = pytest.mark.timeout(600)
 
 
-async def undisturbed(example: str, **options: Any) -> Any:
+async def undisturbed(example: str, resume: Any = False, **options: Any) -> Any:
     """What the example returns on one worker, in this process."""
     job: Any = load_driver(str(EXAMPLES / f"{example}.py"))
-    return json.loads((await tg.arun(job(**options), nodes=0, timeout_s=LIMIT_S)).to_json())["values"]
+    result = await tg.arun(job(**options), nodes=0, timeout_s=LIMIT_S, resume=resume)
+    return json.loads(result.to_json())["values"]
 
 
 def as_options(options: dict[str, Any]) -> list[str]:
@@ -71,15 +72,12 @@ async def test_network(cli: Cli, tmp_path: Path) -> None:
     """It goes on from a checkpoint that was written after workers had died and joined."""
     pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
     cli.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # PyTorch makes it, and leaves it
-    calm = await undisturbed("elastic_torch", passes=5)
-    assert calm["0"]["best accuracy"] > 0.93
-    options = {"passes": 5, "checkpoint": f"file://{tmp_path / 'kept'}"}
+    calm = await undisturbed("elastic_torch", passes=2)
+    assert calm["0"]["best accuracy"] > 0.8
+    options = {"passes": 2, "checkpoint": f"file://{tmp_path / 'kept'}"}
     run = await until_both_are_dead(cli, "read_digits", "elastic_torch", nodes=2, **options)
     await run.until("checkpoint after step")
     assert (await cli("shutdown", "read_digits")).code == 0
     await run.done()
     await cli.nothing_left()
-    cli.open()
-    done = await cli("run", PACED, "--nodes", "1", "--json", "--resume", *as_options(options))
-    assert done.code == 0, done.err
-    assert json.loads(done.out.splitlines()[-1])["values"] == calm
+    assert await undisturbed("elastic_torch", resume="changed", **options) == calm

@@ -195,7 +195,7 @@ def running(example: str, nodes: int, holds: Path, *options: str) -> Iterator[Ru
 
 @pytest.mark.parametrize(
     ("example", "endless"),
-    [("linear_regression", {"tolerance": 0.0}), ("gpu_kmeans", {"tolerance": -1.0, "points": 20_000})],
+    [("readme", {}), ("gpu_kmeans", {"tolerance": -1.0, "points": 20_000})],
 )
 def test_a_fit_is_the_same_to_the_last_bit_when_primaries_and_a_backup_are_killed(
     example: str, endless: dict[str, float], tmp_path: Path
