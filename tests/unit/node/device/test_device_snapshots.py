@@ -21,7 +21,7 @@ from taskgraph.protocol.messages import Encoded
 SIZE = 10_000
 
 
-@pytest.fixture(params=[(None, False), (None, True), (1, False), (2, True)], ids=["late", "races", "1", "2, races"])
+@pytest.fixture(params=[(None, False), (1, False), (2, True)], ids=["late", "1", "2, races"])
 def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[SoftDevice]:
     device = SoftDevice(request.param[0], races=request.param[1])
     monkeypatch.setattr(inprocess, "device_count", lambda: 1)
