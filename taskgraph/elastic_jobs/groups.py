@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from taskgraph.elastic_jobs.differing import is_checked
+from taskgraph.elastic_jobs.differing import error_of_wrong_call, is_checked
 from taskgraph.elastic_jobs.libraries import pytorch
 from taskgraph.elastic_jobs.progress import PIECE, SUMMED, RunProgress
 from taskgraph.elastic_jobs.seeding import derived_seed, seed_generators
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from taskgraph.protocol.messages import Encoded
 
 __all__ = ["Group", "GroupTurns"]
+
+_NOTHING: Final = Sums.of({}).layout
+"""The layout of contributions without a tree to add up."""
 
 
 class RunForTurns(Protocol):
@@ -126,7 +129,7 @@ class Group:
             ViewChanged: the operation is complete on no worker.
             StepError: the trees differ in names, shapes or dtypes.
         """
-        total = self._exchange("allreduce", lambda _: Sums.of({"value": _tree_of(tree)}))
+        total = self._exchange("allreduce", lambda _: Sums.of({"value": _tree_of(tree)}), is_sum=True)
         return total.tree()["value"]
 
     def broadcast(self, tree: Any, root: str | None = None) -> Any:
@@ -149,7 +152,7 @@ class Group:
                 return Sums.of({})
             return Sums.of({}, {slot: encode({"value": _tree_of(tree)}, what="group.broadcast")})
 
-        return self._values(self._exchange("broadcast", contribute))[0]
+        return self._values(self._exchange("broadcast", contribute, values=1))[0]
 
     def allgather(self, tree: Any) -> list[Any]:
         """Returns the trees of all members, in their order; see `broadcast`."""
@@ -157,7 +160,7 @@ class Group:
         def contribute(slot: int) -> Sums:
             return Sums.of({}, {slot: encode({"value": _tree_of(tree)}, what="group.allgather")})
 
-        return self._values(self._exchange("allgather", contribute))
+        return self._values(self._exchange("allgather", contribute, values=len(self.members)))
 
     def barrier(self) -> None:
         """Returns once all members have come here.
@@ -173,11 +176,19 @@ class Group:
         given = plain_numbers(numbers, lambda: f"turn {self.number}")
         progress.node.report(progress.position, self.number, given)
 
-    def _exchange(self, operation: str, contribute: Callable[[int], Sums]) -> Sums:
-        """Contributes to an operation, and returns its total. Raises ViewChanged if a member did not contribute.
+    def _exchange(
+        self, operation: str, contribute: Callable[[int], Sums], *, is_sum: bool = False, values: int = 0
+    ) -> Sums:
+        """Contributes to an operation, and returns its total.
 
         Args:
             contribute: returns this worker's contribution, from its place among the members. It may not be called.
+            is_sum: members contribute a tree to add up.
+            values: how many of them contribute a value.
+
+        Raises:
+            ViewChanged: a member did not contribute.
+            StepError: other workers have a total of another call at this position.
         """
         turns, progress = self._turns, self._turns.run.progress
         if turns.number != self.number + 1 or turns.members != self.members:
@@ -190,6 +201,8 @@ class Group:
                 done = answer, self._contribution(answer, contribute)
         progress.seed(SUMMED)
         self._check_complete(answer)
+        if (answer.layout != _NOTHING) != is_sum or len(answer.collected) != values:
+            raise error_of_wrong_call(progress.node.name, call)
         return answer
 
     def _contribution(self, slot: int, contribute: Callable[[int], Sums]) -> Sums:

@@ -172,7 +172,8 @@ class RunProgress:
         """Waits, in a round of its own, until user code has returned on all workers; one that goes on is excluded.
 
         Raises:
-            StepError: user code has returned before the first step, unlike that of the worker whose state is copied.
+            StepError: user code has returned before the first step, unlike that of the worker whose state is copied;
+                or other workers have a total of another call at this position.
         """
         self._wait_to_begin()
         self.node.trace.end_step()
@@ -181,9 +182,12 @@ class RunProgress:
                 "the function returned before its first step, and goes on to it on other workers: decide from "
                 "arguments and run.once alone"
             )
+        end = Sums.of({"end": True})  # unlike what any other call contributes
         done: tuple[int, Sums] | None = None
         while isinstance(answer := self.ask(1, END, done, detail=self.end_tag), int):
-            done = answer, Sums.of({})
+            done = answer, end
+        if answer.layout != end.layout:
+            raise error_of_wrong_call(self.node.name, END)
 
     def cross_boundary(self, number: int, state: Any, group_members: Sequence[str] = ()) -> None:
         """Called before each step or turn of a group: gives the state to nodes that wait for it, seeds the generators.

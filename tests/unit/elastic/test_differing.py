@@ -139,6 +139,26 @@ def test_worker_whose_calls_differ_enters_anew(how: str, there: str) -> None:
     assert text == f"n2 is at {there}, and other workers are at step 8: it enters anew, with a copied state"
 
 
+def test_newcomer_that_returns_early_fails_the_job() -> None:
+    """It took the total of a step, which it got with the others, for the end of all: the job finished."""
+
+    def body(run: Any) -> Any:
+        s = run.state(n=0)
+        for step in run.steps(rows=6, batch=6, parts=5, passes=200):
+            if run.worker == "n3":
+                break
+            for part in step:
+                part.add(n=1)
+                pause()
+            s.n += step["n"]
+        return s.n
+
+    with pytest.raises(
+        tg.JobFailed, match=r"n3 is at the end of the function, and other workers (are|were) at .*: dec"
+    ):
+        asyncio.run(run_body(body, (2, "+")))
+
+
 @pytest.mark.parametrize("once", ["n2", "n1 n3"])
 def test_worker_whose_calls_differ_again_fails_the_job(once: str) -> None:
     """What it copies is the total of another call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from typing import Any
@@ -49,6 +50,26 @@ async def test_each_turn_counts_once(scenario: tuple[int, str]) -> None:
     assert not [event for event in events if event.kind in ("differs", "values differ", "failed")]
     reported = [event for event in events if event.kind == "commit"]
     assert len(reported) >= TURNS - 1
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "broadcast", "allgather", ""])
+async def test_worker_that_calls_another_operation_again_fails_the_job(operation: str) -> None:
+    """It enters anew, and gets the total of another call: an error within the package, or an early end of the job."""
+
+    def body(run: Any) -> Any:
+        s = run.state(turn=0)
+        while s.turn < TURNS:
+            group = run.group()
+            with contextlib.suppress(tg.ViewChanged):
+                if run.worker != "n2":
+                    group.barrier()
+                elif operation:
+                    getattr(group, operation)(1)
+                s.turn += 1
+
+    where = rf"group\.{operation}, operation 1 of turn \d" if operation else "the end of the function"
+    with pytest.raises(tg.JobFailed, match=rf"n2 is at {where}, and other workers (are|were) at [^:]*: decide"):
+        await run_body(body, (3, ""))
 
 
 _seen: dict[str, list[Any]] = {}
