@@ -60,6 +60,9 @@ def make_group(backend: str, keys: ViewKeys, rank: int, size: int, host: str) ->
     Args:
         backend: "gloo" or "nccl".
         host: an address of this host that the other workers reach, for Gloo.
+
+    Raises:
+        JobError: there is no NCCL here.
     """
     if backend == "gloo":
         options = dist.ProcessGroupGloo._Options()
@@ -69,6 +72,11 @@ def make_group(backend: str, keys: ViewKeys, rank: int, size: int, host: str) ->
         make = dist.ProcessGroupGloo.create_default_device
         options._devices = [make() if named else dist.ProcessGroupGloo.create_device(hostname=host)]
         return dist.ProcessGroupGloo(_Store(keys), rank, size, options)
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise JobError(
+            'communicator="nccl": PyTorch finds no GPU, or was built without NCCL, on some host: install a build with '
+            'CUDA on hosts with GPUs, or use "gloo"'
+        )
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
     return dist.ProcessGroupNCCL(_Store(keys), rank, size, options)

@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from taskgraph.elastic_jobs.together import GroupClosed, GroupSums, _ProcessGroup
 from taskgraph.errors import JobError
 from taskgraph.protocol.elastic.views import View, ViewEntry
@@ -116,3 +118,14 @@ async def test_key_that_comes_before_the_group_is_kept() -> None:
     assert together.put_key(0, "0", b"address")
     together.close()
     assert not together.put_key(0, "0", b"address")
+
+
+def test_no_nccl_on_this_host() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here")
+    group = _ProcessGroup("nccl", 7, 0, 2, "127.0.0.1", lambda key, content: None)
+    try:
+        with pytest.raises(JobError, match=r'communicator="nccl": PyTorch finds no GPU, or was built without NCCL'):
+            group.sum([np.zeros(1)], []).result(30)
+    finally:
+        group.close()
