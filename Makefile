@@ -74,7 +74,7 @@ PYTEST := $(BIN)/python -m pytest
 # Three for two cores, since many tests wait most of the time.
 THREE := -n 3 --dist worksteal
 
-test: $(VENV)/.installed-dev ## Run the tests that show each promise, some 5 minutes on two cores; TESTS=tests/unit/graph
+test: $(VENV)/.installed-dev ## Run the tests that show each promise, 5 to 7 minutes on two cores; TESTS=tests/unit/graph
 	$(PYTEST) $(if $(TESTS),$(TESTS),$(THREE) -m 'not slow' tests) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that `make test` leaves out
