@@ -298,3 +298,49 @@ def test_job_fails_for_want_of_a_state_only_while_there_is_none(meanwhile: str) 
     failed = StatusRecord(state=JobStatus.FAILED, writer=world.writer())
     txn = of_all_jobs.fail(job, failed, transactions.compare_without_state(job))
     assert world.run(txn).succeeded == (not meanwhile)
+
+
+@pytest.mark.parametrize("write", ["a view", "a return", "the end", "a checkpoint"])
+def test_node_without_its_key_writes_nothing(write: str) -> None:
+    """Others have called it lost, or its lease has ended: it may be frozen, and write late."""
+
+    def txn(job: JobView, node: str, revision: int) -> Txn:
+        view, fence = View(1, 0, (ViewEntry("b", 0),)), {"node": node, "node_revision": revision}
+        if write == "a view":
+            return transactions.propose(job, view, writer=world.writer(), **fence)
+        if write == "a return":
+            return transactions.return_alone(job, view, (), (node, revision), sums=0, writer=world.writer())
+        if write == "the end":
+            return transactions.finish(job, sums=3, writer=world.writer(), **fence)
+        return transactions.point_to_checkpoint(
+            job, CheckpointRecord(epoch=3, attempt=1, name="c", writer="a"), **fence
+        )
+
+    world = begun("a", "b")
+    late = txn(world.view(), "a", world.revisions["a"])
+    world.die("a")
+    assert not world.run(late).succeeded
+    assert world.run(txn(world.view(), "b", world.revisions["b"])).succeeded
+
+
+def test_view_of_an_earlier_run_is_refused() -> None:
+    world = begun("a", "b")
+    job = world.view()
+    world.put(world.keys.spec, b"submitted again")
+    late = transactions.propose(
+        job, View(1, 0, (ViewEntry("b", 0),)), node="b", node_revision=world.revisions["b"], writer=world.writer()
+    )
+    assert not world.run(late).succeeded
+
+
+def test_end_of_a_failed_job_and_an_older_checkpoint_are_refused() -> None:
+    world = begun("a", "b")
+    job, fence = world.view(), {"node": "a", "node_revision": world.revisions["a"]}
+    end = transactions.finish(job, sums=9, writer=world.writer(), **fence)
+    older, newer = (
+        transactions.point_to_checkpoint(job, CheckpointRecord(epoch=sums, attempt=1, name="c", writer="a"), **fence)
+        for sums in (3, 6)
+    )
+    assert world.run(newer).succeeded and not world.run(older).succeeded
+    world.put(world.keys.status, StatusRecord(state=JobStatus.FAILED, writer=world.writer()).to_bytes())
+    assert not world.run(end).succeeded
