@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from taskgraph.protocol.elastic.actions import Contribution
 from taskgraph.protocol.elastic.flush import FlushOutcome, FlushReport, decide_flush
 from taskgraph.protocol.elastic.round import PositionAtWork
@@ -64,6 +66,35 @@ def test_parts_of_a_sum_that_another_worker_has_too_are_computed_anew_also_after
     work.keep(outcome)
     work.deal(AB, outcome)
     assert work.take_parts(None) == [0]
+
+
+@pytest.mark.parametrize(
+    ("mine", "a_sent", "c_sent", "held"),
+    [
+        (b"x", b"x", b"x", (Span(0, 1), Span(2, 3))),
+        (b"x", b"y", b"x", (Span(2, 3),)),
+        (None, b"y", b"x", ()),  # user code is not there yet
+    ],
+)
+def test_received_sums_are_held_if_their_tag_is_the_workers_own(
+    mine: bytes | None, a_sent: bytes, c_sent: bytes, held: tuple[Span, ...]
+) -> None:
+    """Sums of a worker that differs outlived it if the next view came before the tags of all workers."""
+    work = PositionAtWork("b")
+    if mine is not None:
+        work.begin(3, mine)
+    work.exchange.receive("a", Contribution(0, 0, (Span(0, 1),), a_sent))
+    work.exchange.receive("c", Contribution(0, 0, (Span(2, 3),), c_sent))
+    assert work.end_view()[0] == held
+
+
+def test_sum_that_came_with_two_tags_is_not_held() -> None:
+    """A worker keeps one sum of each span: perhaps the wrong one."""
+    work = PositionAtWork("b")
+    work.begin(3, b"x")
+    work.exchange.receive("a", Contribution(0, 0, (Span(0, 1),), b"y"))
+    work.exchange.receive("c", Contribution(0, 0, (Span(0, 1),), b"x"))
+    assert work.end_view()[0] == ()
 
 
 def test_sum_finished_in_a_flush_is_computed_anew_if_one_of_its_parts_was_begun_elsewhere() -> None:

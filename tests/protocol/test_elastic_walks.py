@@ -227,9 +227,9 @@ def test_worker_with_another_tag_is_excluded(seed: int) -> None:
 
 
 def holds_sums_that_were_not_sent(patch: pytest.MonkeyPatch) -> None:
-    def stop(self: Exchange) -> Any:
+    def stop(self: Exchange, tag: bytes) -> Any:
         self.apart = False
-        return _stop(self)
+        return _stop(self, tag)
 
     patch.setattr(Exchange, "end_view", stop)
 

@@ -254,9 +254,9 @@ def slices_of_an_old_view_are_added(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def slices_count_as_whole_sums(patch: pytest.MonkeyPatch) -> None:
-    def stop(stopped: Callable[..., Any], self: Exchange) -> Any:
+    def stop(stopped: Callable[..., Any], self: Exchange, tag: bytes) -> Any:
         self.apart = False
-        return stopped(self)
+        return stopped(self, tag)
 
     _changed(patch, Exchange, "end_view", stop)
 

@@ -69,7 +69,7 @@ class Exchange:
     Attributes:
         received: worker -> the spans that it contributed in this view.
         tags: worker -> the tag of its contributions.
-        outvoted: workers whose tags differ, as in `UnequalTags`; what they contribute is dropped.
+        outvoted: workers whose tags differ, as in `UnequalTags`.
         large: the sums are large enough for slices; stays so in later views.
         apart: contributions of this view have no whole sums.
         summing: the workers of this view add up together; `summed`: they have.
@@ -83,17 +83,19 @@ class Exchange:
         self.outvoted: tuple[str, ...] = ()
         self.large = self.apart = self.summing = self.summed = False
 
-    def end_view(self) -> set[Span]:
-        """Forgets the contributions of this view. Returns the spans whose whole sums this worker has received."""
-        whole = set[Span]() if self.apart else set[Span]().union(*self.received.values())
+    def end_view(self, tag: bytes) -> set[Span]:
+        """Forgets the contributions of this view. Returns the spans whose whole sums this worker has received with its
+        own tag, but not those that came with another tag, too: others may rest on a wrong state, or on another call.
+        """
+        whole, unlike = set[Span](), set[Span]()
+        for worker, spans in self.received.items() if not self.apart else ():
+            (whole if self.tags[worker] == tag else unlike).update(spans)
         self.received, self.tags, self.outvoted = {}, {}, ()
         self.apart = self.summing = self.summed = False
-        return whole
+        return whole - unlike
 
     def receive(self, worker: str, contribution: Contribution) -> None:
-        """Takes a contribution to this position, also the worker's own; drops one of an outvoted worker."""
-        if worker in self.outvoted:
-            return
+        """Takes a contribution to this position, also the worker's own."""
         self.tags[worker] = contribution.tag
         self.large |= contribution.large
         self.apart |= contribution.apart
@@ -121,8 +123,6 @@ class Exchange:
             return None
         if any(other != tag for other in self.tags.values()):
             self.outvoted = _outvoted(view.workers, self.tags)
-            for worker in self.outvoted:  # what they sent may rest on a wrong state: the next view does not hold it
-                del self.received[worker]
             return UnequalTags(position, self.outvoted)
         if not all(self.covered(worker, due) for worker in due):
             return None

@@ -70,8 +70,12 @@ class PositionAtWork:
     # -- a change of the view ---------------------------------------------------------------------
 
     def end_view(self) -> tuple[tuple[Span, ...], tuple[int, ...]]:
-        """Ends the exchange of a view. Returns the spans held, also received ones, and the other parts begun."""
-        self.own.update(self.exchange.end_view())
+        """Ends the exchange of a view. Returns the spans held, also received ones, and the other parts begun.
+
+        Received ones are held only if user code is at the position: before that this worker has no tag to compare.
+        """
+        received = self.exchange.end_view(self.tag)
+        self.own.update(received if self.parts else ())
         self.dealt = self.foreseen = NOTHING_DUE
         self.waiting, self.targets = [], ()
         return tuple(sorted(self.own)), tuple(sorted(self.begun - self._held()))
