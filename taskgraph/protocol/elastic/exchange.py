@@ -3,7 +3,7 @@
 1. A position is complete with the contributions of all workers of the view. Each has to cover the parts that the worker
    is *due* to contribute; a worker without parts sends an empty one.
 2. Contributions carry a *tag*, a digest of all totals so far and of what user code asked for. A position whose tags
-   differ is never complete: the next view is without the outvoted workers.
+   differ is never complete: the next view is without the outvoted workers, and nobody holds their sums.
 3. The workers of a view may add up together: by another communicator, or, if the sums are large, in slices. Each worker
    with parts then *owns* a range of the elements: it gets this slice of all sums, and sends the sum of the slice to all
    others. Such contributions carry no whole sums (`apart`): a worker holds its own sums only. Adding begins once all
